@@ -51,6 +51,7 @@ from kvbench.report.results_text import (
     say_lose,
     say_percent,
 )
+from kvbench.store.runs import count_things
 
 CHANCE = "random"  # method that keeps rows by chance
 LEVEL = 0.2  # share of the bytes at which methods are compared
@@ -621,8 +622,37 @@ def conclude_presets(sections: Sequence[Section], margin: float) -> Conclusion |
         f"The widest of these is that of {name_cell(one)} and {name_cell(other)} with a budget of "
         f"{format_budget(one['budget'])}: {format_number(one['score'])} and {format_number(other['score'])}, a "
         f"difference of {format_difference(*widest.change)}.{in_all if count > len(pairs) else ''}"
-        f"{describe_order(section)}",
+        f"{describe_order(section)}{describe_hidden_settings(section, paired)}{describe_files(section, sections)}",
         name_place(section, "two presets of a method at one budget"),
+    )
+
+
+def describe_hidden_settings(visible: Section, paired: Sequence[Section]) -> str:
+    """Return how many comparisons of settings show a difference if the question is hidden, with a space before it."""
+    for section in paired:
+        place = section.model, section.task, section.question, *section.protocol[3:]
+        if section.part == visible.part and place == (visible.model, visible.task, "hidden", *visible.protocol[3:]):
+            pairs = pair_settings(section)
+            differ = sum(each.sign != 0 for each in pairs)
+            return f" With the question hidden, {differ} of {len(pairs)} such comparisons show a difference."
+    return ""
+
+
+def describe_files(presets: Section, sections: Sequence[Section]) -> str:
+    """Return how many files of other seeds change a score of the same model, with a space before it."""
+    known = [each for each in sections if (each.part, each.model) == ("seeds", presets.model)]
+    spreads = [spread for section in known for spread in find_spreads(section)]
+    if not spreads:
+        return ""
+    apart, pairs = sum(spread.apart for spread in spreads), sum(spread.pairs for spread in spreads)
+    widest = max(spreads, key=lambda spread: spread.change[0])
+    scores = join_words([format_number(line["score"]) for line in widest.cells], "and")
+    line = widest.cells[0]
+    name = line["codec"] if line["method"] == "full" else line["method"]
+    return (
+        f" Of {count_things(pairs, 'pair')} of files that a method or codec got from other seeds (part seeds), {apart} "
+        f"{'is' if apart == 1 else 'are'} told apart (jointly at 95 %); the scores of `{name}` differ most: "
+        f"{scores}."
     )
 
 

@@ -232,6 +232,21 @@ def test_settings_of_one_method_are_compared_as_planned():
     parts = {"p": lines, "q": more}
     chosen = split_sections(parts, {"p": numbers, "q": PartNumbers(more, again)})
     assert conclude_presets(chosen, 3.0).cells.startswith("part q, ")  # it has more samples
+    hidden = [line | {"question": "hidden", "hash": f"h{line['hash']}"} for line in lines]
+    unseen = [CellComparison("h1", "h2", (9.0, 5.0, 14.0), 1), CellComparison("h3", "h4", (9.0, 5.0, 14.0), 1)]
+    made = [
+        make_line(f"x · path={seed}", 0.2, 40.0 + 3 * seed) | {"method": "full", "codec": "x", "hash": f"s{seed}"}
+        for seed in (0, 1)
+    ]
+    seeds = PartNumbers([make_full(), *made], [], [CellComparison("s0", "s1", (3.0, 1.0, 5.0), 1)])
+    numbers = PartNumbers([*lines, *hidden], [*planned, *unseen], varied)
+    parts = {"p": [*lines, *hidden], "seeds": seeds.lines}
+    told = conclude_presets(split_sections(parts, {"p": numbers, "seeds": seeds}), 3.0).text
+    assert told.endswith(
+        " With the question hidden, 2 of 2 such comparisons show a difference. Of 1 pair of files that a method or "
+        "codec got from other seeds (part seeds), 1 is told apart (jointly at 95 %); the scores of `x` differ most: "
+        "43.0 and 40.0."
+    )
     assert conclude_presets(split(p=cells), 3.0) is None
 
 
