@@ -279,11 +279,11 @@ def test_a_conclusion_says_that_its_part_is_earlier_than_the_study():
 def test_lines_of_older_versions_have_the_subtasks_of_their_part(machine):
     older = [line | {"subtasks": None} for line in read_lines(machine / "a.csv")]
     text = format_lines([{name: cell for name, cell in line.items() if name != "subtasks"} for line in older])
-    for part in "dc":
+    for part in "ec":
         (machine / f"{part}.csv").write_text(text)
     numbers = read_parts(choose_files(machine.parent))
-    chosen = {part: {line["subtasks"] for line in numbers[part].lines} for part in "dc"}
-    assert chosen == {"d": {3}, "c": {None}}  # part c has sweeps of other subtasks
+    chosen = {part: {line["subtasks"] for line in numbers[part].lines} for part in "ec"}
+    assert chosen == {"e": {4}, "c": {None}}  # part c sets none
 
 
 def test_a_warning_that_parts_share_is_said_once(lines):
