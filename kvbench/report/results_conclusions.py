@@ -40,6 +40,7 @@ from kvbench.report.results_cells import (
     sign_cells,
     sort_by_score,
 )
+from kvbench.report.results_models import OPEN, OPPOSITE, SAME, collect_comparisons, compare_signs, list_places
 from kvbench.report.results_text import (
     describe_losses,
     format_budget,
@@ -693,6 +694,34 @@ def describe_order(section: Section) -> str:
     return (
         f" In {len(turned)} of {len(pairs)} pairs of methods{named}, the settings decide which one scores more with "
         f"{column.share} of the bytes (jointly at 95 %)."
+    )
+
+
+def conclude_lengths(sections: Sequence[Section], margin: float) -> Conclusion | None:
+    """Conclude how many planned comparisons of the main model come out alike for all lengths of the prompts."""
+    main = choose_protocol(sections)[:1]
+    own = [section for section in sections for each in main if section.protocol[:2] == each.protocol[:2]]
+    compared = collect_comparisons(own)
+    if not compared:
+        return None
+    kinds = [compare_signs(found.values()) for found in compared.values()]
+    places = list_places(compared)
+    used = {each.section.part: each.section for found in compared.values() for each in found.values()}
+    full = {
+        place: format_number(each.section.full["score"])
+        for pair, found in compared.items()
+        for place, each in found.items()
+        if pair.question == "visible"
+    }
+    scores = join_words([f"{full[place]} ({place.also})" for place in places if place in full], "and")
+    return Conclusion(
+        f"Of {count_things(len(kinds), 'comparison')} planned for several lengths of the prompts, {kinds.count(SAME)} "
+        f"{'shows' if kinds.count(SAME) == 1 else 'show'} the same sign at all lengths and {kinds.count(OPPOSITE)} "
+        "opposite ones (the signs of each part jointly at 95 %).",
+        f"In {kinds.count(OPEN)}, a sign is not shown."
+        + (f" With the question visible, the full cache scores {scores}." if scores else ""),
+        f"{join_words([name_part(section) for section in used.values()], 'and')}, {own[0].model}, {own[0].task}, "
+        f"{join_words([place.also for place in places], 'and')}: pairs of cells",
     )
 
 

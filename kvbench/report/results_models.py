@@ -6,7 +6,8 @@ planned comparisons of its part (kvbench.analysis.cell_comparisons), not with th
 """
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from itertools import combinations
 from typing import NamedTuple
@@ -15,8 +16,15 @@ from kvbench.analysis.byte_front import EQUAL
 from kvbench.analysis.cell_comparisons import CellComparison
 from kvbench.analysis.result_lines import Line
 from kvbench.analysis.text_table import Column, format_markdown, format_number
-from kvbench.report.results_cells import MODELS, Section
-from kvbench.report.results_text import format_difference, join_words, label_with_budget, say_percent, wrap
+from kvbench.report.results_cells import MODELS, Section, is_full
+from kvbench.report.results_text import (
+    format_change,
+    format_difference,
+    join_words,
+    label_with_budget,
+    say_percent,
+    wrap,
+)
 
 INTRODUCTION = """\
 Planned comparisons that were made in several models, or with several lengths of the prompts. Each number is the score
@@ -31,6 +39,11 @@ ONE_LENGTH = (
     "No planned comparison was made at several lengths of one model yet, so differences between columns may come from "
     "the model or the length."
 )
+SCORES_BY_LENGTH = """\
+Cells that were measured with several lengths of the prompts. *diff* is the difference from the full cache on the same
+samples, with its 95 % interval. Of several parts that measured a cell, the one with most samples counts. Each length
+has samples of its own, so scores in a row are not paired. Where the full cache scores less, there is less to lose."""
+LENGTH = re.compile(r"length (\d+)")  # what a protocol says of the prompts
 OPPOSITE, SAME, OPEN = "opposite", "same", "open"
 
 
@@ -98,9 +111,56 @@ def format_models(sections: Sequence[Section]) -> list[str]:
         text += [*format_markdown(columns, [*turned, *(pair for pair in chosen if pair not in turned)]), ""]
     if not text:
         return []
-    agreement = [f"* {wrap(sentence, '  ')}" for sentence in describe_agreement(compared)]
     lengths = [] if vary_lengths(list_places(compared)) else [f"{wrap(ONE_LENGTH)}\n"]
+    agreement = format_agreement(compared)
     return [wrap(INTRODUCTION.format(spread=say_percent(EQUAL))), "", *lengths, *agreement, "", *text]
+
+
+def format_lengths(sections: Sequence[Section]) -> list[str]:
+    """Return tables of scores by the length of the prompts, for cells with several lengths; empty without any."""
+    text: list[str] = []
+    for (model, task, question), by_length in find_lengths(sections).items():
+        cells = {cell: lines for cell, lines in by_length.items() if len(lines) > 1}
+        lengths = sorted({length for lines in cells.values() for length in lines})
+        columns = [Column("cell", "", name_row)]
+        for length in lengths:
+            columns += [
+                Column(
+                    f"{length:,} score", "", partial(show_length, length, lambda line: format_number(line["score"]))
+                ),
+                Column(f"{length:,} diff", "", partial(show_length, length, partial(format_change, name="difference"))),
+            ]
+        rows = sorted(cells.values(), key=lambda lines: -lines[min(lines)]["score"])
+        text += [f"**{model}, {task}, question {question}.**", "", *format_markdown(columns, rows), ""]
+    return [wrap(SCORES_BY_LENGTH), "", *text[:-1]] if text else []
+
+
+def name_row(lines: Mapping[int, Line]) -> str:
+    """Return the label of a cell, with its budget unless it is the full cache."""
+    line = next(iter(lines.values()))
+    return line["label"] if is_full(line) else label_with_budget(line)
+
+
+def find_lengths(
+    sections: Sequence[Section],
+) -> dict[tuple[str, str, str], dict[tuple[str, float | None], dict[int, Line]]]:
+    """Return model, task and question -> label and budget of a cell -> length of its prompts -> its line.
+
+    Of several parts that measured a cell, the one with most samples counts. Models, tasks and questions that were
+    measured with one length are left out.
+    """
+    found: dict[tuple[str, str, str], dict[tuple[str, float | None], dict[int, Line]]] = defaultdict(dict)
+    for section in sorted(sections, key=lambda section: (section.question == "hidden", -section.samples)):
+        if length := LENGTH.fullmatch(section.protocol[3]):
+            for line in section.cells:
+                cells = found[section.model, section.task, section.question]
+                cells.setdefault((line["label"], line["budget"]), {}).setdefault(int(length[1]), line)
+    return {place: cells for place, cells in found.items() if any(len(lines) > 1 for lines in cells.values())}
+
+
+def show_length(length: int, write: Callable[[Line], str], lines: Mapping[int, Line]) -> str:
+    """Return what is written of a cell's line for a length; nothing if that was not measured."""
+    return write(lines[length]) if length in lines else ""
 
 
 def collect_comparisons(sections: Sequence[Section]) -> Comparisons:
@@ -175,17 +235,27 @@ def say_agreement(kinds: Sequence[str]) -> str:
     )
 
 
-def describe_agreement(compared: Comparisons) -> list[str]:
-    """Return a sentence for each two places about the pairs that both have, and one about all."""
-    text = []
+def format_agreement(compared: Comparisons) -> list[str]:
+    """Return a table with a row for each two places that have common comparisons, and one for all."""
+    rows = []
     for one, other in combinations(list_places(compared), 2):
         both = [found for found in compared.values() if one in found and other in found]
         if both:
-            kinds = [compare_signs((found[one], found[other])) for found in both]
-            text.append(f"{one} and {other}: {say_agreement(kinds)}.")
-    if len(text) > 1:
-        text.append(f"All of them: {say_agreement([compare_in_all(compared, pair) for pair in compared])}.")
-    return text
+            rows.append((str(one), str(other), [compare_signs((found[one], found[other])) for found in both]))
+    if len(rows) > 1:
+        rows.append(("all columns", "", [compare_in_all(compared, pair) for pair in compared]))
+    columns = [
+        Column("one column", "", lambda row: row[0]),
+        Column("other column", "", lambda row: row[1]),
+        Column("comparisons", "", lambda row: str(len(row[2]))),
+        *(Column(kind, "", partial(count_kind, kind)) for kind in (SAME, OPPOSITE, OPEN)),
+    ]
+    return format_markdown(columns, rows)
+
+
+def count_kind(kind: str, row: tuple[str, str, Sequence[str]]) -> str:
+    """Return how many comparisons of a row of `format_agreement` are of a kind."""
+    return str(row[2].count(kind))
 
 
 def describe_turned(sections: Sequence[Section]) -> str:

@@ -39,6 +39,7 @@ from kvbench.report.results_conclusions import (
     conclude_best,
     conclude_codecs,
     conclude_hidden,
+    conclude_lengths,
     conclude_long,
     conclude_no_worse,
     conclude_presets,
@@ -47,7 +48,7 @@ from kvbench.report.results_conclusions import (
 from kvbench.report.results_cost import CostTable, describe_slow, format_costs, read_cost_tables, read_prefill_ratios
 from kvbench.report.results_figure import FIGURE, choose_figure, draw_figure, list_compared
 from kvbench.report.results_limits import describe_models, format_limits
-from kvbench.report.results_models import format_models
+from kvbench.report.results_models import format_lengths, format_models
 from kvbench.report.results_origin import describe_origin, describe_progress, list_earlier
 from kvbench.report.results_pictures import draw_pictures, list_pictures
 from kvbench.report.results_tables import (
@@ -400,6 +401,7 @@ def answer_page(page: str, sections: Sequence[Section], margin: float) -> list[C
         HIDDEN: (conclude_hidden,),
         CODECS: (conclude_codecs,),
         PRESETS: (conclude_presets,),
+        MODELS: (conclude_lengths,),
     }
     tasks = {LONG: LONG_TASKS, TURNS: TURN_TASKS}
     drawn = [rule(sections, margin) for rule in rules.get(page, ())]
@@ -464,7 +466,7 @@ def list_changes(page: str, sections: Sequence[Section]) -> dict[str, list[str]]
             spreads = [wrap(ONE_SEED), "", *spreads]
         return {"How much presets, settings and files change": spreads}
     if page == MODELS:
-        return {"Planned comparisons": format_models(sections)}
+        return {"Longer prompts": format_lengths(sections), "Planned comparisons": format_models(sections)}
     if page == CODECS:
         return {
             "At equal bytes": format_equal_bytes(sections),

@@ -6,6 +6,7 @@ from kvbench.analysis.cell_comparisons import CellComparison
 from kvbench.analysis.result_lines import PartNumbers
 from kvbench.analysis.text_table import Column, format_markdown
 from kvbench.report.results_cells import count_signs, find_front, split_sections
+from kvbench.report.results_conclusions import conclude_lengths
 from kvbench.report.results_cost import (
     CostTable,
     describe_slow,
@@ -14,7 +15,7 @@ from kvbench.report.results_cost import (
     read_cost_tables,
     read_prefill_ratios,
 )
-from kvbench.report.results_models import describe_turned, format_models
+from kvbench.report.results_models import describe_turned, format_lengths, format_models
 from kvbench.report.results_pictures import shorten_label
 from kvbench.report.results_tables import (
     compare_to_full,
@@ -182,13 +183,14 @@ def test_comparisons_are_compared_between_models():
     numbers = dict([measure("smollm2", "plain", 10, kvzip=1, keydiff=0, tova=-1), first, second])
     sections = split_sections({part: known.lines for part, known in numbers.items()}, numbers)
     text = format_models(sections)
-    sentence = "of 3 comparisons, the signs are the same in 1 and opposite in 1; in 1, at least one is not shown."
     said = " ".join(" ".join(text).split())
-    assert f"* smollm2_long ruler length 4096 and smollm2 ruler length 4096: {sentence}" in said
     assert "at several lengths of one model yet" in said
     assert "scores 90.0 (smollm2_long ruler length 4096, part many, 20 samples a cell) and 90.0 (smollm2 ruler" in said
     more, less = "+9.0 \\[+8.0, +10.0\\]", "-9.0 \\[-10.0, -8.0\\], 20 % and 15 %"
+    tuned, plain = "smollm2\\_long ruler length 4096", "smollm2 ruler length 4096"
     assert list_rows(text) == [
+        [tuned, plain, "3", "1", "1", "1"],
+        ["first", "second", tuned, plain, "signs"],
         ["snapkv, 20 %", "tova, 20 %", more, less, "opposite"],
         ["snapkv, 20 %", "kvzip, 20 %", more, more, "same"],
         ["snapkv, 20 %", "keydiff, 20 %", more, "+0.0 \\[-1.0, +1.0\\], not shown", "open"],
@@ -198,8 +200,25 @@ def test_comparisons_are_compared_between_models():
         turned.startswith("Even between these models, ") and "the same in 1 and opposite in 1; in 1, at least" in turned
     )
     longer = dict(numbers, longer=measure("smollm2_long", "longer", 10, protocol="length 16384", kvzip=-1)[1])
-    rows = list_rows(format_models(split_sections({part: known.lines for part, known in longer.items()}, longer)))
-    assert rows[0] == ["snapkv, 20 %", "kvzip, 20 %", more, "-9.0 \\[-10.0, -8.0\\]", more, "opposite"]
+    sections = split_sections({part: known.lines for part, known in longer.items()}, longer)
+    rows = list_rows(format_models(sections))
+    assert rows[3:5] == [
+        ["all columns", "", "3", "0", "2", "1"],
+        ["first", "second", tuned, "smollm2\\_long ruler length 16384", plain, "signs"],
+    ]
+    assert rows[5] == ["snapkv, 20 %", "kvzip, 20 %", more, "-9.0 \\[-10.0, -8.0\\]", more, "opposite"]
+    lengths = list_rows(format_lengths(sections))
+    assert lengths[0] == ["full cache", "90.0", "", "90.0", ""]  # of parts many and longer
+    assert lengths[2] == ["snapkv, 20 %", *(2 * ["50.0", "-40.0 \\[-45.0, -35.0\\]"])]
+    assert lengths[1][0] == "kvzip, 20 %" and len(lengths) == 3  # the others have one length
+    assert conclude_lengths(sections, 3.0).write() == (
+        "**Of 1 comparison planned for several lengths of the prompts, 0 show the same sign at all lengths and 1 "
+        "opposite ones (the signs of each part jointly at 95 %).** *(part many and part longer, smollm2_long, ruler, "
+        "length 4096 and length 16384: pairs of cells)* In 0, a sign is not shown. With the question visible, the full "
+        "cache scores 90.0 (length 4096) and 90.0 (length 16384)."
+    )
+    assert conclude_lengths(sections[:2], 3.0) is None and format_lengths(sections[:2]) == []
+    sections = sections[:1]
     assert describe_turned(sections[:1]) == "" and format_models(sections[:1]) == []
 
 
