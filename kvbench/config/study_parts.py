@@ -36,6 +36,7 @@ class StudyPart:
         pairs: The pairs of cells whose comparison was planned: in every column that has both, or, where their settings
             name budgets, with these budgets.
         rate: How many answers one GPU gives in a minute; None if that is not known.
+        note: What a reader of its cells must know, for the page.
     """
 
     name: str
@@ -46,6 +47,7 @@ class StudyPart:
     files: Mapping[str, str] = field(default_factory=dict)
     pairs: Sequence[Pair] = ()
     rate: float | None = None
+    note: str = ""
 
     def list_stages(self, results: Path) -> list[list[list[str]]]:
         """Return the lines of each sweep, each as arguments, with results and files in the folder `results`."""

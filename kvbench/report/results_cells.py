@@ -8,6 +8,7 @@ task, question and protocol. Cells are of three kinds, which no table mixes:
     point      a codec, or a method that decides how many rows stay: a point at its measured bytes
 """
 
+import re
 from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import combinations
@@ -147,12 +148,22 @@ def count_cells(sections: Sequence[Section]) -> dict[str, int]:
 
 
 def split_protocols(lines: Sequence[Line]) -> list[tuple[Protocol, list[Line]]]:
-    """Return the lines of each protocol, in the order in which protocols begin."""
+    """Return the lines of each protocol, in the order in which models, tasks and questions begin, by their numbers."""
     groups: dict[Protocol, list[Line]] = {}
     for line in lines:
         model, task, question, also = (str(line[name] or "") for name in ("model", "task", "question", "protocol"))
         groups.setdefault((model, task, question, also), []).append(line)
-    return list(groups.items())
+    begun = list(dict.fromkeys(protocol[:3] for protocol in groups))
+
+    def find_place(protocol: Protocol) -> tuple[int, list[int]]:
+        return begun.index(protocol[:3]), find_numbers(protocol[3])
+
+    return [(protocol, groups[protocol]) for protocol in sorted(groups, key=find_place)]
+
+
+def find_numbers(also: str) -> list[int]:
+    """Return the numbers in what a protocol says beside model, task and question, such as the length of the prompts."""
+    return [int(number) for number in re.findall(r"\d+", also)]
 
 
 def describe_protocol(protocol: Protocol) -> str:

@@ -48,7 +48,7 @@ from kvbench.report.results_conclusions import (
 )
 from kvbench.report.results_cost import RATIO, CostTable, find_fastest
 from kvbench.report.results_limits import describe_models
-from kvbench.report.results_origin import say_unfinished
+from kvbench.report.results_origin import list_planned_methods, say_unfinished
 from kvbench.report.results_text import (
     COMMENT,
     format_change,
@@ -124,7 +124,12 @@ def format_choice(sections: Sequence[Section], tables: Sequence[CostTable], marg
 def describe_missing(part: str, sections: Sequence[Section]) -> str:
     """Return that a part of the study is not finished, and what this means for a table; empty if it is."""
     said = say_unfinished(part, count_cells(sections)[part], read_study())
-    return f"{said} Some methods are therefore missing at some budgets." if said else ""
+    if not said:
+        return ""
+    measured = {line["method"] for section in sections if section.part == part for line in section.cells}
+    missing = [name for name in list_planned_methods(read_study()[part]) if name not in measured]
+    names = join_words([f"`{name}`" for name in missing], "and") if missing else "some cells"
+    return f"{said} The table lacks {names}."
 
 
 def format_columns(columns: Sequence[Column], sections: Sequence[Section]) -> list[str]:

@@ -27,6 +27,7 @@ from kvbench.report.results_cells import (
     TWICE,
     BytesPair,
     Section,
+    Spread,
     count_with_files,
     describe_protocol,
     find_spreads,
@@ -459,13 +460,13 @@ def list_low(cells: Sequence[Line]) -> list[Line]:
 def conclude_codecs(sections: Sequence[Section], margin: float) -> Conclusion | None:
     """Conclude whether many rows in a codec score more than fewer raw rows of the same method and bytes.
 
-    It stands on another protocol only if the main one has no pairs.
+    It stands on the section with most pairs, and on another protocol only if the main one has none.
     """
     main = choose_question(sections, "visible")
     paired = [(section, pairs) for section in sections if (pairs := pair_equal_bytes(section))]
     if not paired:
         return None
-    section, pairs = max(paired, key=lambda entry: (entry[0] in main, entry[0].samples, len(entry[1])))
+    section, pairs = max(paired, key=lambda entry: (entry[0] in main, len(entry[1]), entry[0].samples))
     count = len(pairs)
     signs = [pair.sign for pair in pairs]
     more, less = signs.count(1), signs.count(-1)
@@ -477,26 +478,31 @@ def conclude_codecs(sections: Sequence[Section], margin: float) -> Conclusion | 
     if count <= 2:
         changes = f"The {'difference is' if count == 1 else 'differences are'} {' and '.join(ordered)}."
     for other, more_pairs in paired:
-        same = other.protocol == section.protocol and other.subtasks == section.subtasks
-        if other is not section and same and not other.earlier:
+        alike = other.protocol[:2] == section.protocol[:2] and other.protocol[3:] == section.protocol[3:]
+        alike = alike and other.subtasks == section.subtasks and not other.earlier
+        if alike and other is not section and (other.question == section.question or other.part == section.part):
             changes += f" {describe_pairs_elsewhere(other, more_pairs)}"
     return Conclusion(
         f"At equal bytes, {coded} {beat} fewer raw rows of the same method in {more} of {count} pairs{lost} (jointly "
         "at 95 %).",
         changes,
-        name_place(section, f"pairs whose bytes differ by at most {say_percent(EQUAL)}"),
+        name_place(section, f"pairs of {count_kinds(pairs)} whose bytes differ by at most {say_percent(EQUAL)}"),
     )
 
 
-def describe_pairs_elsewhere(section: Section, pairs: Sequence[BytesPair]) -> str:
-    """Return a sentence about the pairs of another part: how many score more, and of how many methods and codecs."""
-    signs, ordered = [pair.sign for pair in pairs], sorted(pairs, key=lambda pair: pair.change[0])
+def count_kinds(pairs: Sequence[BytesPair]) -> str:
+    """Return how many methods and codecs pairs have."""
     counts = {kind: len({pair.coded[kind] for pair in pairs}) for kind in ("method", "codec")}
-    kinds = " and ".join(f"{count} {kind}{'s' if count > 1 else ''}" for kind, count in counts.items())
+    return " and ".join(count_things(count, kind) for kind, count in counts.items())
+
+
+def describe_pairs_elsewhere(section: Section, pairs: Sequence[BytesPair]) -> str:
+    """Return a sentence about the pairs of another section: how many score more, of how many methods and codecs."""
+    signs, ordered = [pair.sign for pair in pairs], sorted(pairs, key=lambda pair: pair.change[0])
     changes = " to ".join(dict.fromkeys(format_difference(*pair.change) for pair in (ordered[0], ordered[-1])))
     return (
-        f"In {name_part(section)}, rows in a codec score more in {signs.count(1)} of {len(pairs)} pairs and less in "
-        f"{signs.count(-1)} (jointly at 95 %; {kinds}): {changes}."
+        f"In {name_part(section)}, question {section.question}, rows in a codec score more in {signs.count(1)} of "
+        f"{len(pairs)} pairs and less in {signs.count(-1)} (jointly at 95 %; {count_kinds(pairs)}): {changes}."
     )
 
 
@@ -635,7 +641,9 @@ def describe_hidden_settings(visible: Section, paired: Sequence[Section]) -> str
         if section.part == visible.part and place == (visible.model, visible.task, "hidden", *visible.protocol[3:]):
             pairs = pair_settings(section)
             differ = sum(each.sign != 0 for each in pairs)
-            return f" With the question hidden, {differ} of {len(pairs)} such comparisons show a difference."
+            unequal = len(section.planned) - len(pairs)
+            rest = f"; in the other {unequal}, the bytes differ by more than {say_percent(EQUAL)}" if unequal else ""
+            return f" With the question hidden, {differ} of {len(pairs)} such comparisons show a difference{rest}."
     return ""
 
 
@@ -645,16 +653,19 @@ def describe_files(presets: Section, sections: Sequence[Section]) -> str:
     spreads = [spread for section in known for spread in find_spreads(section)]
     if not spreads:
         return ""
-    apart, pairs = sum(spread.apart for spread in spreads), sum(spread.pairs for spread in spreads)
-    widest = max(spreads, key=lambda spread: spread.change[0])
-    scores = join_words([format_number(line["score"]) for line in widest.cells], "and")
-    line = widest.cells[0]
-    name = line["codec"] if line["method"] == "full" else line["method"]
+    pairs, apart = sum(spread.pairs for spread in spreads), [spread for spread in spreads if spread.apart]
+    told = join_words([describe_spread(spread) for spread in apart] or ["none"], "and")
     return (
-        f" Of {count_things(pairs, 'pair')} of files that a method or codec got from other seeds (part seeds), {apart} "
-        f"{'is' if apart == 1 else 'are'} told apart (jointly at 95 %); the scores of `{name}` differ most: "
-        f"{scores}."
+        f" Of {count_things(pairs, 'pair')} of files that a method or codec got from other seeds (part seeds), these "
+        f"are told apart (jointly at 95 %): {told}."
     )
+
+
+def describe_spread(spread: Spread) -> str:
+    """Return how many pairs of a method's or codec's files are told apart, and the scores of its files."""
+    line, scores = spread.cells[0], [format_number(line["score"]) for line in spread.cells]
+    name = line["codec"] if line["method"] == "full" else line["method"]
+    return f"{spread.apart} of `{name}` ({join_words(scores, 'and')})"
 
 
 def pair_settings(section: Section) -> list[CellComparison]:
@@ -690,7 +701,8 @@ def describe_order(section: Section) -> str:
     turned = [pair for pair in pairs if wins(*pair) and wins(*pair[::-1])]
     if not turned:
         return ""
-    named = f" ({join_words(['`{}` and `{}`'.format(*pair) for pair in turned], 'or')})" if len(turned) <= FEW else ""
+    names = ["`{}` with `{}`".format(*pair) for pair in turned]
+    named = f" ({join_words(names, 'and')})" if 2 * len(turned) <= MANY else ""
     return (
         f" In {len(turned)} of {len(pairs)} pairs of methods{named}, the settings decide which one scores more with "
         f"{column.share} of the bytes (jointly at 95 %)."

@@ -16,7 +16,7 @@ from kvbench.analysis.byte_front import EQUAL
 from kvbench.analysis.cell_comparisons import CellComparison
 from kvbench.analysis.result_lines import Line
 from kvbench.analysis.text_table import Column, format_markdown, format_number
-from kvbench.report.results_cells import MODELS, Section, is_full
+from kvbench.report.results_cells import MODELS, Section, find_numbers, is_full
 from kvbench.report.results_text import (
     format_change,
     format_difference,
@@ -25,6 +25,7 @@ from kvbench.report.results_text import (
     say_percent,
     wrap,
 )
+from kvbench.store.runs import count_things
 
 INTRODUCTION = """\
 Planned comparisons that were made in several models, or with several lengths of the prompts. Each number is the score
@@ -181,7 +182,7 @@ def list_places(compared: Comparisons) -> list[Place]:
 
     def find_rank(place: Place) -> tuple[int, list[int]]:
         rank = MODELS.index(place.model) if place.model in MODELS else len(MODELS)
-        return rank, [int(number) for number in re.findall(r"\d+", place.also)]
+        return rank, find_numbers(place.also)
 
     return sorted(dict.fromkeys(place for found in compared.values() for place in found), key=find_rank)
 
@@ -230,18 +231,29 @@ def compare_in_all(compared: Comparisons, pair: Pair) -> str:
 def say_agreement(kinds: Sequence[str]) -> str:
     """Return how many comparisons have the same sign, opposite signs, or one that is not shown."""
     return (
-        f"of {len(kinds)} comparisons, the signs are the same in {kinds.count(SAME)} and opposite in "
+        f"of {count_things(len(kinds), 'comparison')}, the signs are the same in {kinds.count(SAME)} and opposite in "
         f"{kinds.count(OPPOSITE)}; in {kinds.count(OPEN)}, at least one is not shown"
     )
 
 
 def format_agreement(compared: Comparisons) -> list[str]:
-    """Return a table with a row for each two places that have common comparisons, and one for all."""
-    rows = []
-    for one, other in combinations(list_places(compared), 2):
-        both = [found for found in compared.values() if one in found and other in found]
-        if both:
-            rows.append((str(one), str(other), [compare_signs((found[one], found[other])) for found in both]))
+    """Return a table with a row for each two places that have common comparisons, and one for all.
+
+    Of several lengths that two models could be compared at, the ones with most common comparisons are taken.
+    """
+    found = {
+        pair: [each for each in compared.values() if set(pair) <= each.keys()]
+        for pair in combinations(list_places(compared), 2)
+    }
+    most: dict[tuple[str, str, str], int] = {}
+    for (one, other), both in found.items():
+        models = one.model, other.model, one.task
+        most[models] = max(most.get(models, 1), len(both))
+    rows = [
+        (str(one), str(other), [compare_signs((each[one], each[other])) for each in both])
+        for (one, other), both in found.items()
+        if both and (one.model == other.model or len(both) == most[one.model, other.model, one.task])
+    ]
     if len(rows) > 1:
         rows.append(("all columns", "", [compare_in_all(compared, pair) for pair in compared]))
     columns = [
@@ -259,12 +271,24 @@ def count_kind(kind: str, row: tuple[str, str, Sequence[str]]) -> str:
 
 
 def describe_turned(sections: Sequence[Section]) -> str:
-    """Return a sentence about how many comparisons have opposite signs; empty if none was made in two places."""
-    compared = collect_comparisons(sections)
-    if not compared:
-        return ""
-    kinds = [compare_in_all(compared, pair) for pair in compared]
-    where = "models and lengths" if vary_lengths(list_places(compared)) else "models"
-    turned = f"Even between these {where}, the better of two cells changes: "
-    begin = turned if OPPOSITE in kinds else f"Between these {where}: "
-    return f"{begin}{say_agreement(kinds)} ([which](results-models-and-lengths.md))."
+    """Return sentences about how many comparisons have opposite signs in several models, and for several lengths.
+
+    A model stands for the length with most samples. The result is empty if no comparison was made in two places.
+    """
+    of_models, of_lengths = [], []
+    for found in collect_comparisons(sections).values():
+        by_model: dict[str, list[Measured]] = defaultdict(list)
+        for place, each in found.items():
+            by_model[place.model].append(each)
+        if len(by_model) > 1:
+            of_models.append(
+                compare_signs(max(some, key=lambda each: each.section.samples) for some in by_model.values())
+            )
+        of_lengths += [compare_signs(some) for some in by_model.values() if len(some) > 1]
+    texts = []
+    if of_models:
+        turned = "Even between these models, the better of two cells changes: "
+        texts.append(f"{turned if OPPOSITE in of_models else 'Between these models: '}{say_agreement(of_models)}")
+    if of_lengths:
+        texts.append(f"Between prompts of several lengths, {say_agreement(of_lengths)}")
+    return f"{'. '.join(texts)} ([which](results-models-and-lengths.md))." if texts else ""

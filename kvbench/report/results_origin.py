@@ -5,10 +5,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 from kvbench.analysis.result_lines import Line
-from kvbench.analysis.text_table import Column, format_markdown, format_number, format_range
+from kvbench.analysis.text_table import Column, format_markdown
 from kvbench.config.compose import expand_cells
 from kvbench.config.study_parts import StudyPart, read_study
-from kvbench.report.results_cells import describe_protocol, is_full, list_methods, split_protocols
+from kvbench.report.results_cells import list_methods
 from kvbench.report.results_text import join_words, wrap
 
 COMMIT = re.compile(r"\b([0-9a-f]{12})[0-9a-f]{28}\b")
@@ -51,7 +51,8 @@ def describe_origin(parts: Mapping[str, Sequence[Line]], checksums: Mapping[str,
         f"Measured in {dtype}, with torch {torch} and transformers {transformers}. *code* is the commit; *dirty* "
     )
     sentence += "means with uncommitted changes. conf/measured.yaml lists the sweeps."
-    paragraphs = sentence, describe_unfinished(parts, known), describe_versions(parts)
+    about = (f"Part {name}: {known[name].note}" for name in parts if name in known and known[name].note)
+    paragraphs = sentence, describe_unfinished(parts, known), *about
     notes = [*(f"\n{wrap(text)}" for text in paragraphs if text), *list_warnings(parts)]
     return [*format_markdown(columns, [*map(describe, parts.items())]), *notes, *format_checksums(checksums)]
 
@@ -114,6 +115,13 @@ def count_planned(part: StudyPart) -> int:
     return sum(len(expand_cells(sweep)) for sweep in part.list_sweeps(Path("results")))
 
 
+def list_planned_methods(part: StudyPart) -> list[str]:
+    """Return the names of the methods of a part of conf/measured.yaml."""
+    cells = (cell for sweep in part.list_sweeps(Path("results")) for cell in expand_cells(sweep))
+    chosen = (text.partition("=") for cell in cells for text in cell)
+    return list(dict.fromkeys(value for name, _, value in chosen if name == "method"))
+
+
 def describe_unfinished(parts: Mapping[str, Sequence[Line]], known: Mapping[str, StudyPart]) -> str:
     """Return which parts have fewer cells than conf/measured.yaml lists, and which of the study have none."""
     texts = [say_unfinished(name, len(list_methods(lines)), known) for name, lines in parts.items()]
@@ -136,20 +144,3 @@ def join_values(lines: Sequence[Line], name: str) -> str:
     values = {value for line in lines if line[name] for value in str(line[name]).split(" and ")}
     known = {COMMIT.sub(r"\1", value) for value in values}
     return join_words(sorted(known) or ["unknown"], "and")
-
-
-def describe_versions(parts: Mapping[str, Sequence[Line]]) -> str:
-    """Return what the full cache scores where it differs between parts of a protocol; empty if it is the same."""
-    texts = []
-    for protocol, cells in split_protocols([line for lines in parts.values() for line in lines if is_full(line)]):
-        scores = {line["score"] for line in cells}
-        if len(scores) > 1:
-            texts.append(f"{format_range(scores, format_number)} ({describe_protocol(protocol)})")
-    if not texts:
-        return ""
-    return (
-        f"The full cache scores {join_words(texts, 'and')}, depending on the part. Parts have other samples, and some "
-        "have only subtasks that the model can do, which makes the large differences. GPUs and kernels also round "
-        "numbers of 16 bits differently, which changes little. Within a part all of this is the same: compare a method "
-        "with the cells of its own part."
-    )

@@ -52,6 +52,8 @@ from kvbench.report.results_models import format_lengths, format_models
 from kvbench.report.results_origin import describe_origin, describe_progress, list_earlier
 from kvbench.report.results_pictures import draw_pictures, list_pictures
 from kvbench.report.results_tables import (
+    PLANNED,
+    SEEDS,
     format_bytes,
     format_equal_bytes,
     format_gains,
@@ -116,9 +118,9 @@ measured for this topic, else smollm2, else reference. Of this model it takes th
 rules are: the best of the most cells compared at {level} of the bytes, and the fewest bytes that lose at most a
 [margin](statistics.md#margins-and-counts); what hiding the question changes there; cells with a codec against raw rows
 of equal bytes; planned comparisons of two settings of a method; and losses where answers are long or a context gets
-several questions. The best method, and what hiding the question changes, stand on the part that compares most cells.
-All other rules take the part with most samples a cell. [Which method should I use?](which-method.md) draws on the same
-data.
+several questions. The best method, what hiding the question changes, and codecs stand on the part that compares most
+cells or pairs. All other rules take the part with most samples a cell. [Which method should I use?](which-method.md)
+draws on the same data.
 """
 TERMS = """\
 Tables of scores are sorted by the mean score over their budgets, the highest first, with the full cache last, or by
@@ -376,22 +378,31 @@ def format_subpage(
     if page == COST:
         pays = wrap_paragraphs(PAYS.format(slow=describe_slow(prefill, tables)))
         return "\n".join([head, pays, *(format_costs(tables) or ["No times were measured yet.\n"])])
-    changes: list[str] = []
+    study, changes = read_study(), list[str]()
     for heading, text in list_changes(page, sections).items():
         changes += [f"## {heading}", "", *text, ""] if text else []
     shown: list[str] = []
     for section in sections:
         if find_page(section) == page:
             drawn = list_pictures(section, pictures)
-            shown += [f"## {section.title}", "", *(f"![Scores with 95 % intervals](images/{at}.svg)\n" for at in drawn)]
-            shown += format_section(section, margin)
-    body = [*changes, *shown] if page in CHANGES_FIRST else [*shown, *changes]
+            about = f"Scores with 95 % intervals: {section.title}"
+            shown += [f"## {section.title}", "", *(f"![{about}](images/{at}.svg)\n" for at in drawn)]
+            note = study[section.part].note if section.part in study else ""
+            shown += [*([f"{wrap(note)}\n"] if note else []), *format_section(section, margin)]
+    body = drop_repeated([*changes, *shown] if page in CHANGES_FIRST else [*shown, *changes])
     answers = [f"{wrap(conclusion.write())}\n" for conclusion in answer_page(page, sections, margin)]
     if page != MODELS:
         answers.append(wrap_paragraphs(TERMS.format(mark=KEPT, margin=margin)))
     if page == PRESETS:
         answers.append(f"{wrap(NAMES)}\n")
     return "\n".join([head, *([*answers, *body] if body else ["Nothing was measured for this yet.\n"])])
+
+
+def drop_repeated(lines: Sequence[str]) -> list[str]:
+    """Return lines without the explanations of a table that stand above it on the page already."""
+    explained = f"{wrap(PLANNED)}\n"
+    first = lines.index(explained) if explained in lines else 0
+    return [line for place, line in enumerate(lines) if line != explained or place == first]
 
 
 def answer_page(page: str, sections: Sequence[Section], margin: float) -> list[Conclusion]:
@@ -462,7 +473,7 @@ def list_changes(page: str, sections: Sequence[Section]) -> dict[str, list[str]]
     if page == PRESETS:
         shown = [section for section in sections if find_page(section) == PRESETS]
         spreads = format_spreads(shown or sections)
-        if spreads and not any(section.part == "seeds" for section in shown):
+        if spreads and not any(section.part == SEEDS for section in shown):
             spreads = [wrap(ONE_SEED), "", *spreads]
         return {"How much presets, settings and files change": spreads}
     if page == MODELS:

@@ -60,6 +60,7 @@ from kvbench.report.results_text import (
 
 WIDE = 2  # budgets of a table that shows intervals; tables of more budgets show scores and ranks
 FEW = 3  # methods that a sentence names in any case
+SEEDS = "seeds"  # part whose cells differ in the seeds of their files
 JOINT = " These signs hold together with 95 % confidence."
 MORE = "Scores are higher than without the {} in {{more}} of {{count}} cells and lower in {{less}}"
 CHANGES = {  # key of GAINS -> sentence with the numbers of cells that score less or more
@@ -93,12 +94,14 @@ TURNS = (
     "paired by context, with its 95 % interval. The cell that worsens most is first."
 )
 PLANNED = (
-    "**Planned comparisons.** These pairs were named before they were measured. With other settings the other cell may "
-    "score more ([Presets and seeds](results-presets-and-seeds.md)). Two cells of the same budget do not "
-    "always hold the same bytes, which stand beside them. *difference* is the score of the second cell "
-    "less that of the first, paired by sample, with its 95 % interval. *more* says which of them scores "
-    "more; these signs hold together with 95 % confidence for the {count} planned comparisons of the part that were "
-    "measured (Holm's procedure)."
+    "These pairs were named before they were measured. With other settings the other cell may score more ([Presets and "
+    "seeds](results-presets-and-seeds.md)). Two cells of the same budget do not always hold the same bytes, which "
+    "stand beside them. *difference* is the score of the second cell less that of the first, paired by sample, with "
+    "its 95 % interval. *more* says which of them scores more."
+)
+PLANNED_SIGNS = (
+    "**Planned comparisons.** The signs hold together with 95 % confidence for the {count} planned comparisons of the "
+    "part that were measured (Holm's procedure)."
 )
 POINTS = (
     "These cells have no budget of bytes in common, so each stands at its measured bytes: a codec packs the rows, or "
@@ -118,7 +121,8 @@ def format_section(section: Section, margin: float) -> list[str]:
     """Return the sentences and tables of a section."""
     subtasks = f", of {section.subtasks} subtask{'s' if section.subtasks > 1 else ''}" if section.subtasks else ""
     text = [f"{section.samples:,} samples a cell{subtasks}.\n"]
-    text += [f"{wrap(sentence)}\n" for sentence in describe_separation(section, margin)]
+    if section.part != SEEDS:  # which of several seeds is best is no question
+        text += [f"{wrap(sentence)}\n" for sentence in describe_separation(section, margin)]
     text += [*format_scores(section, margin), ""]
     for kind, sentences in {READING: [READERS, *describe_holders(section)], POINT: [POINTS]}.items():
         if section.list_cells(kind):
@@ -174,7 +178,8 @@ def format_planned(section: Section) -> list[str]:
         Column("difference", "", lambda each: format_difference(*each.change)),
         Column("more", "", decide),
     ]
-    return [wrap(PLANNED.format(count=section.planned_in_all)), "", *format_markdown(columns, section.planned), ""]
+    sentences = PLANNED_SIGNS.format(count=section.planned_in_all), PLANNED
+    return [*(f"{wrap(text)}\n" for text in sentences), *format_markdown(columns, section.planned), ""]
 
 
 def describe_separation(section: Section, margin: float) -> list[str]:
@@ -369,6 +374,8 @@ def format_bytes(sections: Sequence[Section]) -> list[str]:
     """Return which cells hold the fewest bytes for their scores, where some have a codec or need files."""
     text: list[str] = []
     for section in sections:
+        if section.part == SEEDS:
+            continue
         cells = section.cells
         files = [line for line in cells if count_with_files(line) > line["bytes_held"]]
         if not files and all(line["codec"] == "raw" for line in cells):

@@ -244,9 +244,14 @@ def test_settings_of_one_method_are_compared_as_planned():
     told = conclude_presets(split_sections(parts, {"p": numbers, "seeds": seeds}), 3.0).text
     assert told.endswith(
         " With the question hidden, 2 of 2 such comparisons show a difference. Of 1 pair of files that a method or "
-        "codec got from other seeds (part seeds), 1 is told apart (jointly at 95 %); the scores of `x` differ most: "
-        "43.0 and 40.0."
+        "codec got from other seeds (part seeds), these are told apart (jointly at 95 %): 1 of `x` (43.0 and 40.0)."
     )
+    unseen.append(CellComparison("h1", "h5", (9.0, 5.0, 14.0), 1))
+    alike = PartNumbers(seeds.lines, [], [CellComparison("s0", "s1", (3.0, -1.0, 7.0), 0)])
+    numbers = PartNumbers([*lines, *hidden], [*planned, *unseen], varied)
+    told = conclude_presets(split_sections(parts, {"p": numbers, "seeds": alike}), 3.0).text
+    assert "2 of 2 such comparisons show a difference; in the other 1, the bytes differ by more than 5 %." in told
+    assert told.endswith("told apart (jointly at 95 %): none.")
     assert conclude_presets(split(p=cells), 3.0) is None
 
 
@@ -256,7 +261,7 @@ def test_settings_that_decide_which_of_two_methods_is_better_are_counted():
     told = rank(cells, *[(place, place) for place in range(1, 6)])
     [section] = split(p=told)
     assert describe_order(section) == (
-        " In 1 of 3 pairs of methods (`a` and `b`), the settings decide which one scores more with 20 % of the bytes "
+        " In 1 of 3 pairs of methods (`a` with `b`), the settings decide which one scores more with 20 % of the bytes "
         "(jointly at 95 %)."
     )
     assert describe_order(split(p=[line | {"allocator": "ada"} for line in told])[0]) == ""
@@ -294,7 +299,7 @@ def test_codecs_are_compared_with_raw_rows_of_their_method_and_bytes():
         sentence.text.startswith("The difference is +20.0 [")
         and "at 20.5 % of the bytes (`tova · int4`, 71 % of" in sentence.text
     )
-    assert sentence.cells.endswith(f"pairs whose bytes differ by at most {100 * EQUAL:g} %")
+    assert sentence.cells.endswith(f": pairs of 1 method and 1 codec whose bytes differ by at most {100 * EQUAL:g} %")
     for distance, count in ((0.99 * EQUAL, 1), (1.01 * EQUAL, 0)):
         [apart] = split(a=[*make_class(*BEST), coded | {"bytes_held": 0.2 * (1 + distance)}])
         assert len(pair_equal_bytes(apart)) == count
@@ -308,10 +313,16 @@ def test_codecs_are_compared_with_raw_rows_of_their_method_and_bytes():
     assert conclude_codecs([larger, section], 3.0) == sentence
     [other] = split(b=[line | {"n": 99} for line in [*make_class(*BEST), coded]])
     said = (
-        " In part b, rows in a codec score more in 1 of 1 pairs and less in 0 (jointly at 95 %; 1 method and 1 codec): "
+        " In part b, question visible, rows in a codec score more in 1 of 1 pairs and less in 0 (jointly at 95 %; "
+        "1 method and 1 codec): "
     )
     said += "+20.0 [+12.9, +27.1]."
     assert conclude_codecs([section, other], 3.0).text == sentence.text + said
+    unseen = [{**line, "question": "hidden"} for line in section.cells]
+    both = split_sections({"a": [*section.cells, *unseen], "b": unseen})
+    assert conclude_codecs(both, 3.0).text == sentence.text + said.replace("b, question visible", "a, question hidden")
+    more = Section("m", section.protocol, [*section.cells, coded | {"label": "tova · int8", "hash": "more"}])
+    assert conclude_codecs([section, more], 3.0).cells.startswith("part m, ")  # it has more pairs
     easy = split_sections({"c": [line | {"n": 99, "subtasks": 3} for line in [make_full(), *make_class(*BEST), coded]]})
     assert conclude_codecs([section, *easy], 3.0) == sentence  # of other subtasks
     assert conclude_codecs([larger, *split(a=make_class(*BEST))], 3.0).cells.startswith("part b, reference, ruler")
@@ -457,9 +468,7 @@ def test_advice_names_what_may_be_best_and_what_was_not_measured():
     ]
     assert "no evidence about how they rank" in " ".join(text.split()) and "not finished" not in text
     part = " ".join(format_choice(split(untuned=make_class(*TIED)), [], 3.0).split())
-    assert (
-        "Part untuned is not finished: 3 of its 28 cells of methods were measured. Some methods are therefore" in part
-    )
+    assert "Part untuned is not finished: 3 of its 28 cells of methods were measured. The table lacks `" in part
 
 
 def test_advice_names_the_highest_of_many_cells():

@@ -15,6 +15,7 @@ from kvbench.report.results_page import (
     PAGES,
     answer_page,
     choose_files,
+    drop_repeated,
     find_page,
     format_pages,
     list_changes,
@@ -23,7 +24,8 @@ from kvbench.report.results_page import (
     read_parts,
     write_results_page,
 )
-from kvbench.report.results_tables import format_section
+from kvbench.report.results_tables import PLANNED, format_section
+from kvbench.report.results_text import wrap
 from kvbench.store.runs import load_runs
 from kvbench.validation import SettingError
 from tests.support.made_up_runs import write_run
@@ -229,17 +231,6 @@ def test_the_page_has_the_checksums_of_published_files(machine, lines, tmp_path,
     assert "Checksums" not in format_measured(a=lines)
 
 
-def test_the_page_says_where_parts_score_differently(lines):
-    def describe(**changes) -> str:
-        shared = [line | changes if line["method"] == "full" else line for line in lines]
-        return format_measured(a=lines, b=[line for line in shared if line["question"] == "hidden"])
-
-    sentence = "The full cache scores 80.0 to 90.0 (tiny, ruler length 2048, question hidden), depending on the part."
-    assert sentence in describe(score=80.0, code="git other")
-    assert sentence in describe(score=80.0)  # of other samples
-    assert "depending on the part" not in describe(code="git other")
-
-
 def test_the_page_says_which_parts_are_not_finished(lines):
     planned = 7 * 2 * 2  # of part untuned: methods, questions and budgets
     methods = [line for line in lines if line["method"] != "full"]
@@ -248,6 +239,18 @@ def test_the_page_says_which_parts_are_not_finished(lines):
     assert sentence in text and "| untuned | SmolLM2 as it was published. Does the tuning change which" in text
     many = (planned // len(methods) + 1) * methods
     assert "not finished" not in format_measured(untuned=[*lines, *many])
+    assert f"Part seeds: {read_study()['seeds'].note}" in format_measured(seeds=lines)
+
+
+def test_the_best_seed_is_no_question_and_a_table_is_explained_once(lines):
+    parts = dict.fromkeys(("seeds", "presets"), lines)
+    page = format_pages(parts, ["measured/gpu-x"], {})["results-presets-and-seeds.md"]
+    shown = re.split(r"^## (?=Part )", page, flags=re.MULTILINE)
+    seeds, presets = (next(text for text in shown if text.startswith(f"Part {part}:")) for part in parts)
+    assert read_study()["seeds"].note in " ".join(seeds.split())
+    assert "score less" in presets and "score less" not in seeds
+    explained = f"{wrap(PLANNED)}\n"
+    assert drop_repeated(["a", explained, "b", "a", explained]) == ["a", explained, "b", "a"]
 
 
 def test_the_front_says_which_parts_of_the_study_have_cells():

@@ -202,11 +202,18 @@ def test_comparisons_are_compared_between_models():
     longer = dict(numbers, longer=measure("smollm2_long", "longer", 10, protocol="length 16384", kvzip=-1)[1])
     sections = split_sections({part: known.lines for part, known in longer.items()}, longer)
     rows = list_rows(format_models(sections))
-    assert rows[3:5] == [
+    assert rows[:4] == [
+        [tuned, long := "smollm2\\_long ruler length 16384", "1", "0", "1", "0"],
+        [tuned, plain, "3", "1", "1", "1"],  # at this length the models have more common comparisons
         ["all columns", "", "3", "0", "2", "1"],
-        ["first", "second", tuned, "smollm2\\_long ruler length 16384", plain, "signs"],
+        ["first", "second", tuned, long, plain, "signs"],
     ]
-    assert rows[5] == ["snapkv, 20 %", "kvzip, 20 %", more, "-9.0 \\[-10.0, -8.0\\]", more, "opposite"]
+    assert describe_turned(sections) == (
+        "Even between these models, the better of two cells changes: of 3 comparisons, the signs are the same in 1 and "
+        "opposite in 1; in 1, at least one is not shown. Between prompts of several lengths, of 1 comparison, the "
+        "signs are the same in 0 and opposite in 1; in 0, at least one is not shown ([which](results-models-and-lengths.md))."
+    )
+    assert rows[4] == ["snapkv, 20 %", "kvzip, 20 %", more, "-9.0 \\[-10.0, -8.0\\]", more, "opposite"]
     lengths = list_rows(format_lengths(sections))
     assert lengths[0] == ["full cache", "90.0", "", "90.0", ""]  # of parts many and longer
     assert lengths[2] == ["snapkv, 20 %", *(2 * ["50.0", "-40.0 \\[-45.0, -35.0\\]"])]
