@@ -81,8 +81,8 @@ its difference from the full cache, have 95 % intervals and are those of the fir
 those that read once and keep their rows in a codec or, of several whose intervals reach this score, the one with the
 fewest bytes. It says so if none of their intervals reaches the score of the raw cell that reads once. If they hold
 other bytes, these stand beside the score. If a part is named in brackets, the cell was measured there, on other
-samples. Some methods need [a file for the model](files-for-methods.md). That of `duo_attention` was made from KVzip's
-scores, and its authors train one.
+samples. [Models and lengths](results-models-and-lengths.md) has scores for longer prompts. Some methods need [a file
+for the model](files-for-methods.md). That of `duo_attention` was made from KVzip's scores, and its authors train one.
 """
 NEEDS = {  # question of the prompts -> title of the need
     "visible": "The question is known when the cache is cut",

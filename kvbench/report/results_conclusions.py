@@ -30,6 +30,7 @@ from kvbench.report.results_cells import (
     Spread,
     count_with_files,
     describe_protocol,
+    find_numbers,
     find_spreads,
     is_beaten_by,
     is_decided,
@@ -731,9 +732,32 @@ def conclude_lengths(sections: Sequence[Section], margin: float) -> Conclusion |
         f"{'shows' if kinds.count(SAME) == 1 else 'show'} the same sign at all lengths and {kinds.count(OPPOSITE)} "
         "opposite ones (the signs of each part jointly at 95 %).",
         f"In {kinds.count(OPEN)}, a sign is not shown."
-        + (f" With the question visible, the full cache scores {scores}." if scores else ""),
+        + (f" With the question visible, the full cache scores {scores}." if scores else "")
+        + describe_longest(own),
         f"{join_words([name_part(section) for section in used.values()], 'and')}, {own[0].model}, {own[0].task}, "
         f"{join_words([place.also for place in places], 'and')}: pairs of cells",
+    )
+
+
+def describe_longest(sections: Sequence[Section]) -> str:
+    """Return in which subtask the full cache loses most from the shortest to the longest prompts, with a space first.
+
+    Args:
+        sections: Those of one model and task.
+    """
+    visible = [section for section in sections if section.question == "visible" and section.by_subtask]
+    ordered = sorted(visible, key=lambda section: (find_numbers(section.protocol[3]), -section.samples))
+    if not ordered:
+        return ""
+    longest = [section for section in ordered if section.protocol == ordered[-1].protocol][0]
+    short, long = (section.by_subtask[section.full["hash"]] for section in (ordered[0], longest))
+    losses = {subtask: score - long[subtask] for subtask, score in short.items() if subtask in long}
+    worst = max(losses, key=lambda subtask: losses[subtask], default=None)
+    if worst is None or losses[worst] <= 0:
+        return ""
+    return (
+        f" From the shortest to the longest prompts, it falls most in `{worst}`: from {format_number(short[worst])} to "
+        f"{format_number(long[worst])}."
     )
 
 
