@@ -22,7 +22,7 @@ HOSTILE = (
     "</script><script>window.hacked = 1</script><img src=x onerror='window.hacked = 1'>",
     "<!-- \u2028 \0 \x1b[31mred\x1b[0m \u202egnorw",
     "lone \ud800 surrogate & 'quotes' \"double\" `ticks` ${window.hacked = 1}",
-    "https://example.org/leaves.png " + "huge " * 30_000,
+    "https://example.org/leaves.png " + "huge " * 5_000,  # more than a page shows (kvbench.report.samples)
 )
 
 
