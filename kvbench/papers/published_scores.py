@@ -36,14 +36,10 @@ class PublishedCell:
 
     Attributes:
         table: Name of the table, such as "dropkv_table5".
-        run: Settings of the run.
-        of: What is averaged, as in kvbench.papers.cell_values.
         score: The published score in points, or the published difference from the full cache.
     """
 
     table: str
-    run: Mapping[str, Any]
-    of: Mapping[str, Any]
     score: float
 
 
@@ -65,7 +61,7 @@ def find_published(
         where: Values in `meta` of the records that it averages; None for all records.
         full: The full cache's run, if `score` is the difference from it.
     """
-    wanted = index_cells(results).get(tuple(run.value[name]["name"] for name in NAMES), [])
+    wanted = index_cells().get(tuple(run.value[name]["name"] for name in NAMES), [])
     if not wanted or is_synthetic(run.records):
         return []
     try:
@@ -74,39 +70,46 @@ def find_published(
     except (LookupError, TypeError):  # the run lacks a setting, so no table is known to ask its question
         return []
     by_score: dict[float, PublishedCell] = {}
-    for cell in wanted:
-        if bool(cell.of.get("difference")) != bool(full) or cell.of.get("where", {}) != (where or {}):
+    for table, cell in wanted:
+        of = cell["of"]
+        if bool(of.get("difference")) != bool(full) or of.get("where", {}) != (where or {}):
             continue
         try:
-            same = set(weigh_subtasks(cell.of["subtasks"], sorted(subtasks))) == set(subtasks)
-            same = same and ExperimentKey.from_settings(drop_unused(cell.run)) == key
-            if same and isclose(values.value(run, cell.of).value, score, abs_tol=1e-6):
-                by_score.setdefault(cell.score, cell)
+            same = set(weigh_subtasks(of["subtasks"], sorted(subtasks))) == set(subtasks)
+            same = same and ExperimentKey.from_settings(drop_unused(cell["run"])) == key
+            if not same or not isclose(values.value(run, of).value, score, abs_tol=1e-6):
+                continue
         except SettingError:  # the run lacks subtasks of the table
             continue
+        number = to_number(read_table(results, table).find_published(cell["published"]))
+        if number is not None:
+            own = number / get_format(cell)[0]
+            by_score.setdefault(own, PublishedCell(table, own))
     return list(by_score.values())
 
 
 @cache
-def index_cells(results: Path) -> dict[tuple[str, ...], list[PublishedCell]]:
-    """Return the cells of all tables of scores that have a published number, by model, task and method.
+def read_table(results: Path, table: str) -> IndexedLines:
+    """Read the published values of a table."""
+    return IndexedLines(read_printed(results, load_specs()[table]))
 
-    Cells that select long answers are left out, because they do not show the score of a run.
+
+@cache
+def index_cells() -> dict[tuple[str, ...], list[tuple[str, dict[str, Any]]]]:
+    """Return the cells of all tables of scores that select a published number, by model, task and method.
+
+    Each cell comes with the name of its table. Cells that select long answers are left out, because they do not show
+    the score of a run.
     """
-    cells: dict[tuple[str, ...], list[PublishedCell]] = {}
+    cells: dict[tuple[str, ...], list[tuple[str, dict[str, Any]]]] = {}
     for name, spec in load_specs().items():
         if is_cost_table(spec):
             continue
-        printed = IndexedLines(read_printed(results, spec))
         columns = list(expand_each(spec["columns"]))
         for row in expand_each(spec["rows"]):
-            for merged in (merge_parts(spec, row, column) for column in columns):
-                if merged.get("run") is None or merged.get("published") is None or not merged.get("of"):
+            for cell in (merge_parts(spec, row, column) for column in columns):
+                if cell.get("run") is None or cell.get("published") is None or not cell.get("of"):
                     continue
-                if "longer" in merged["of"]:
-                    continue
-                number = to_number(printed.find_published(merged["published"]))
-                if number is not None:
-                    cell = PublishedCell(name, merged["run"], merged["of"], number / get_format(merged)[0])
-                    cells.setdefault(tuple(cell.run.get(key, "") for key in NAMES), []).append(cell)
+                if "longer" not in cell["of"]:
+                    cells.setdefault(tuple(cell["run"].get(key, "") for key in NAMES), []).append((name, cell))
     return cells
