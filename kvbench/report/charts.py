@@ -286,6 +286,7 @@ def chart_grid(legend: alt.Legend | None = None, change: bool = False, published
     ).properties(height=150)
 
 
+@cache  # and nobody changes it: Altair's methods change a copy
 def chart_cost(name: str) -> alt.LayerChart:
     """Chart score differences against one cost, with 95 % intervals.
 

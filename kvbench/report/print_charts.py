@@ -226,20 +226,19 @@ def make_title(first: str, below: Sequence[str], total: float) -> alt.TitleParam
 
 def make_figure_specification(drawing: Drawing, plot: float, title: alt.TitleParams | None) -> dict[str, Any]:
     """Return the complete specification of a figure, including its numbers."""
-    figure = make_plots(drawing, plot).configure(**CONFIG)
-    if title is not None:
-        figure = figure.properties(title=title)
+    more: dict[str, Any] = {} if title is None else {"title": title}
+    figure = make_plots(drawing, plot, config=alt.Config(**CONFIG), **more)
     spec = figure.to_dict(validate=False)  # Altair validated each part when it was made
     tables = {name: drawing.tables[name] for name in sorted(find_data_sets(spec) & drawing.tables.keys())}
     return spec | {"datasets": spec.get("datasets", {}) | tables}
 
 
-def make_plots(drawing: Drawing, plot: float) -> alt.VConcatChart:
-    """Return the plots of a drawing, each `plot` pixels wide, and its key."""
+def make_plots(drawing: Drawing, plot: float, **options: Any) -> alt.VConcatChart:
+    """Return the plots of a drawing, each `plot` pixels wide, and its key, with these options of the chart."""
     chart = drawing.chart(plot)
     parts: list[Any] = [chart, make_key(drawing.key, plot * drawing.plots)] if drawing.key else [chart]
-    figure = alt.vconcat(*parts, spacing=14)
-    return figure.resolve_scale(color="independent", shape="independent", strokeDash="independent")
+    scales = alt.ScaleResolveMap(color="independent", shape="independent", strokeDash="independent")
+    return alt.VConcatChart(vconcat=parts, spacing=14, resolve=alt.Resolve(scale=scales), **options)
 
 
 def find_data_sets(spec: object) -> set[str]:
