@@ -19,8 +19,6 @@ import pytest
 from kvbench.cli import run as command
 from kvbench.cli.command import run_command
 from kvbench.integrations.wandb_logger import WandbLogger, load_settings
-from kvbench.report.charts import build_charts
-from kvbench.report.page import load_scripts
 from kvbench.runs import group_watch
 from kvbench.runs.responder import Responder
 from kvbench.stops import Terminated, check_stop, stop_at_safe_points, waiting
@@ -289,16 +287,11 @@ def test_each_error_of_a_disk_has_its_line(tmp_path):
     )
 
 
-@pytest.fixture(scope="module")
-def charts() -> None:
-    """A process builds the charts of a report once."""
-    build_charts()
-    load_scripts()
-
-
 @pytest.mark.parametrize("name", ["ENOLCK", only_in_full("ESTALE")])
-def test_a_report_on_a_network_file_system_names_the_file(name, charts, tmp_path, monkeypatch, capsys):
+def test_a_report_on_a_network_file_system_names_the_file(name, tmp_path, monkeypatch, capsys):
     """Whether it is locked or renamed."""
+    monkeypatch.setattr("kvbench.report.page.build_charts", dict)  # which take a second
+    monkeypatch.setattr("kvbench.report.page.load_scripts", lambda: ("", ""))
     write_run(tmp_path, make_records(1.0, 100), method={"name": "full"}, sampling={"temperature": 0.0, "top_p": 1.0})
     number = getattr(errno, name)
 
