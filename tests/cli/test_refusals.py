@@ -15,7 +15,6 @@ from kvbench.config import catalogue, compose
 from kvbench.validation import SettingError
 from tests.support.command_line import assert_refused, run_cli
 from tests.support.repository import ROOT
-from tests.support.selection import only_in_full
 
 LONG = "x" * 300
 REFUSED = {
@@ -165,28 +164,23 @@ FILES = {
 COPIED = {"method": "snapkv", "allocator": "ada", "codec": "kivi", "task": "niah", "model": "hf", "logger": "wandb"}
 
 
-@pytest.fixture(scope="module", params=["", only_in_full("-m ")], ids=["run", "sweep"])
-def file_refusals(request, tmp_path_factory) -> dict[str, list]:
-    """What is said about each file of FILES; a copy of the project has it in its conf/, named after the case."""
-    project = tmp_path_factory.mktemp("project")
-    for name in ("conf", "kvbench", "kernels", "methods", "tasks"):
-        shutil.copytree(
-            ROOT / name, project / name, ignore=shutil.ignore_patterns("*.safetensors")
-        )  # with compiled modules
-    shutil.copy(ROOT / "run.py", project)
+@pytest.fixture(scope="module")
+def files(tmp_path_factory) -> Path:
+    """A copy of conf/ with each file of FILES, named after the case."""
+    conf = shutil.copytree(ROOT / "conf", tmp_path_factory.mktemp("project") / "conf")
     for case, (group, text, _) in FILES.items():
-        folder = project / "conf" / group
+        folder = conf / group
         (folder / f"{case}.yaml").write_text((folder / f"{COPIED[group]}.yaml").read_text() if text is None else text)
-    found = run_all([f"{request.param}{group}={case}" for case, (group, *_) in FILES.items()], project, project)
-    assert not (project / "results").exists()
-    return dict(zip(FILES, found.values(), strict=True))
+    return conf
 
 
+@pytest.mark.parametrize("sweep", [[], ["-m"]], ids=["run", "sweep"])
 @pytest.mark.parametrize("case", FILES)
-def test_a_file_of_conf_that_cannot_be_used_is_one_line(file_refusals, case):
-    code, out, err, _ = file_refusals[case]
-    assert (code, out) == (2, "")
-    assert err.startswith(f"kvbench: {FILES[case][2].format(case)}") and err.count("\n") == 1, err
+def test_a_file_of_conf_that_cannot_be_used_is_one_line(files, case, sweep, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(compose, "CONF", files)
+    monkeypatch.chdir(tmp_path)
+    given = [*sweep, f"{FILES[case][0]}={case}"]
+    assert_refused(run_cli(given, monkeypatch, capsys), FILES[case][2].format(case), tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -196,10 +190,6 @@ def test_a_file_of_conf_that_cannot_be_used_is_one_line(file_refusals, case):
 def test_so_it_is_from_python(tmp_path, monkeypatch, text, line):
     shutil.copytree(ROOT / "conf", tmp_path / "conf")
     monkeypatch.setattr(compose, "CONF", tmp_path / "conf")
-    for cached in (catalogue._compose_choice, catalogue._resolve_choice):
-        cached.cache_clear()
     (tmp_path / "conf" / "method" / "x.yaml").write_text(text)
     with pytest.raises(SettingError, match=f"^method=x: conf/method/x.yaml .*{line}"):
         catalogue.load_settings("method", "x")
-    for cached in (catalogue._compose_choice, catalogue._resolve_choice):
-        cached.cache_clear()
