@@ -34,10 +34,10 @@ FULL = {"method": {"name": "full"}}
 METHODS = {"snapkv": 0.8, "knorm": 0.4, "h2o": 0.75}
 
 
-def draw_records(budget: float, chance: float, seed: int) -> dict[str, dict]:
-    """30 records of two subtasks of different sizes, right with this chance."""
+def draw_records(budget: float, chance: float, seed: int, count: int = 10) -> dict[str, dict]:
+    """Records of two subtasks, twice and once as many as `count`, right with this chance."""
     draw, found = random.Random(seed), {}
-    for uid, record in make_records(budget, 100 * chance, count=10).items():
+    for uid, record in make_records(budget, 100 * chance, count=count).items():
         subtask = SUBTASKS[record["index"] % 3 == 0]
         score = 100.0 * (draw.random() < chance)
         stop = "length" if draw.random() < 0.3 else "eos"
@@ -58,12 +58,22 @@ def store(tmp_path_factory):
     return folder
 
 
+@pytest.fixture(scope="module")
+def runs(store) -> tuple:
+    return tuple(load_runs(store))
+
+
+@pytest.fixture(scope="module")
+def blocks(runs) -> tuple:
+    """The matrices of the store, which no function changes: each makes others of them."""
+    return tuple(build_blocks(runs, runs)[0])
+
+
 ALL = tuple(COLUMNS.values())
 
 
-def compute_with_pandas(loaded, run: str) -> dict[str, float]:
+def compute_with_pandas(loaded, records, run: str) -> dict[str, float]:
     """The numbers of a run's columns, except the ends of intervals: means over kvbench.load's records."""
-    records = loaded.records()
     own = records[records["run"] == run]
     question = loaded.runs.loc[run, "question"]
     asked = loaded.runs[(loaded.runs["question"] == question) & (loaded.runs["method"] == "full")]
@@ -89,13 +99,15 @@ def compute_with_pandas(loaded, run: str) -> dict[str, float]:
 @pytest.fixture(scope="module")
 def expected(store) -> dict[str, dict[str, float]]:
     loaded = kvbench.load(store)
-    return {run: compute_with_pandas(loaded, run) for run in loaded.runs.index}
+    records = loaded.records()
+    return {
+        run: compute_with_pandas(loaded, records, run) | {"budget": loaded.runs.loc[run, "budget"]}
+        for run in loaded.runs.index
+    }
 
 
-def test_every_number_is_that_of_pandas(store, expected):
+def test_every_number_is_that_of_pandas(blocks, expected):
     """The law of this table: score, difference, costs and counts are means over kvbench.load's records."""
-    runs = load_runs(store)
-    blocks = build_blocks(runs, runs)[0]
     rows = list(csv.DictReader(io.StringIO(FORMATS["csv"](blocks, ALL))))
     assert len(rows) == 2 * (1 + len(METHODS) * 2)
     numbers = {name for column in ALL for name in column.numbers} - {"score_low", "score_high", "low", "high"}
@@ -104,7 +116,7 @@ def test_every_number_is_that_of_pandas(store, expected):
         for name in numbers:
             assert row[name] == "" or float(row[name]) == pytest.approx(own[name], abs=1e-9), (row, name)
         assert {name for name in numbers if row[name] == ""} == numbers - own.keys()
-        assert row["budget"] == str(kvbench.load(store).runs.loc[row["hash"], "budget"])
+        assert row["budget"] == str(own["budget"])
     usual = list(csv.DictReader(io.StringIO(FORMATS["csv"](blocks))))
     assert usual == [
         {name: row[name] for name in row if name not in ("bytes_with_files", "bytes_in_all", "rows_kept")}
@@ -113,10 +125,9 @@ def test_every_number_is_that_of_pandas(store, expected):
 
 
 @pytest.mark.parametrize("column", [own for own in ALL if not own.name.endswith("interval")], ids=lambda own: own.name)
-def test_a_column_alone_has_the_numbers_of_pandas(store, expected, column):
+def test_a_column_alone_has_the_numbers_of_pandas(blocks, expected, column):
     """In each format, a row has a number for each budget: that of pandas, rounded."""
-    runs = load_runs(store)
-    for block in build_blocks(runs, runs)[0]:
+    for block in blocks:
         rows = {**block.rows, "full cache": dict.fromkeys(block.budgets, block.full)}
         texts = [format_text([block], 120, columns=[column])]
         texts += [FORMATS[name]([block], [column]) for name in ("markdown", "latex", "html")]
@@ -143,8 +154,7 @@ def test_columns_are_those_asked_for_and_in_that_order(store, capsys):
     assert "score" not in out.partition("bytes")[2] and "†" not in out
 
 
-def test_text_and_latex_show_the_same_numbers(store):
-    blocks, _ = build_blocks(load_runs(store), load_runs(store))
+def test_text_and_latex_show_the_same_numbers(blocks):
     text, latex = format_text(blocks, 200), format_latex(blocks)
     assert [block.question for block in blocks] == ["visible", "hidden"]
     for _, label, cell in list_cells(blocks):
@@ -165,9 +175,8 @@ HOSTILE = (
 )
 
 
-def test_latex_tables_fit_a_page(store):
+def test_latex_tables_fit_a_page(blocks):
     """A table is split after as many budgets as its labels leave room for."""
-    blocks, _ = build_blocks(load_runs(store), load_runs(store))
     block, budgets = blocks[0], [f"{own}\u202f%" for own in range(10, 50, 10)]
     rows = list(block.rows.values())
     for label, beside in (("knorm", 3), ("m" * 30, 2), ("m" * 45, 1), ("m" * 90, 1)):
@@ -203,8 +212,7 @@ def test_text_fits_the_terminal_and_cuts_no_number(wide, width, columns):
         assert label not in block.rows or sum("a long label" in line for line in lines) == tables
 
 
-def test_a_terminal_shows_the_same_text_with_the_best_in_bold(store):
-    blocks, _ = build_blocks(load_runs(store), load_runs(store))
+def test_a_terminal_shows_the_same_text_with_the_best_in_bold(blocks):
     styled = format_text(blocks, 100, styled=True)
     plain = re.sub("\x1b\\[[0-9]*m", "", styled)
     assert format_text(blocks, 100) == "\n".join(line.rstrip() for line in plain.split("\n"))
@@ -243,9 +251,8 @@ def test_latex_tables_compile_whatever_names_hold(tmp_path):
     assert "Overfull" not in compile_latex(tmp_path, text)
 
 
-def test_marks_follow_their_definition(store):
+def test_marks_follow_their_definition(blocks):
     """A run is not marked only if one that scores more beats it at the level 1 - 0.05 / (k - 1)."""
-    blocks, _ = build_blocks(load_runs(store), load_runs(store))
     marks = set()
     for block in blocks:
         for budget in block.budgets:
@@ -418,7 +425,7 @@ def test_an_unfinished_sweep_shows_what_its_runs_have_in_common(tmp_path):
     some = dict(list(draw_records(0.1, 0.5, 3).items())[:12])
     run = write_run(tmp_path, some, finish=False, method={"name": "knorm"}, budget=0.1)
     run.folder.path.joinpath("samples").write_text("30\n")
-    [block], _ = build_blocks(load_runs(tmp_path), load_runs(tmp_path))
+    [block], _ = build_blocks(*2 * [load_runs(tmp_path)])
     assert (block.samples, block.total) == (12, 30) and block.unfinished == ("knorm 10\u202f% (12 of 30)",)
     assert {cell.score.samples for own in block.rows.values() for cell in own.values()} == {12}
     said = " ".join(format_text([block], 120).split())
@@ -433,7 +440,7 @@ def test_a_sample_that_failed_somewhere_is_left_out_everywhere(tmp_path):
     own = draw_records(0.1, 0.9, 2)
     own[next(iter(own))] |= {"error": "out_of_memory", "score": None}
     write_run(tmp_path, own, method={"name": "snapkv"}, budget=0.1)
-    [block], _ = build_blocks(load_runs(tmp_path), load_runs(tmp_path))
+    [block], _ = build_blocks(*2 * [load_runs(tmp_path)])
     assert (block.samples, block.failed, block.full.score.samples) == (29, 1, 29)
 
 
@@ -470,7 +477,7 @@ def test_names_cannot_break_a_format(tmp_path):
     hostile = "a&b_%$#{}~^\\|<b>\x1b[31m\n"
     write_run(tmp_path, draw_records(1.0, 0.9, 1), **FULL)
     write_run(tmp_path, draw_records(0.1, 0.9, 2), method={"name": hostile}, budget=0.1)
-    [block], _ = build_blocks(load_runs(tmp_path), load_runs(tmp_path))
+    [block], _ = build_blocks(*2 * [load_runs(tmp_path)])
     latex = next(line for line in format_latex([block]).splitlines() if line.startswith("a\\&"))
     written = "\\_\\%\\$\\#\\{\\}\\textasciitilde{}\\textasciicircum{}\\textbackslash{}"
     assert written in latex and latex.endswith("\\\\")
@@ -485,15 +492,15 @@ def test_latex_splits_a_block_that_is_too_wide(tmp_path):
     budgets = (0.05, 0.1, 0.2, 0.4, 64)
     for at, budget in enumerate(budgets):
         write_run(tmp_path, draw_records(0.1, 0.9, at), method={"name": "snapkv"}, budget=budget)
-    [block], _ = build_blocks(load_runs(tmp_path), load_runs(tmp_path))
+    [block], _ = build_blocks(*2 * [load_runs(tmp_path)])
     latex = format_latex([block])
     assert latex.count("\\begin{tabular}") == latex.count("\\end{table}") == 2
     assert all(line.count("&") <= 6 for line in latex.splitlines() if not line.startswith("\\caption"))
     assert block.budgets == ("5\u202f%", "10\u202f%", "20\u202f%", "40\u202f%", "64 rows")
 
 
-def test_rows_are_sorted_by_a_budget(store):
-    block = build_blocks(load_runs(store), load_runs(store))[0][0]
+def test_rows_are_sorted_by_a_budget(blocks):
+    block = blocks[0]
     ordered = [own["20\u202f%"].score.value for own in sort_rows([block], "0.20")[0].rows.values()]
     assert ordered == sorted(ordered, reverse=True)
     for wrong in ("0.3", "many", "n@0.3"):
@@ -504,17 +511,22 @@ def test_rows_are_sorted_by_a_budget(store):
             sort_rows([block], wrong)
 
 
+@pytest.fixture(scope="module")
+def gap(runs):
+    """A matrix without knorm at 10 %."""
+    some = [run for run in runs if run.value["budget"] != 0.1 or run.value["method"]["name"] != "knorm"]
+    return build_blocks(some, some)[0][0]
+
+
 @pytest.mark.parametrize("name", [own.name for own in ALL if len(own.numbers) == 1])
-def test_rows_are_sorted_by_a_column_with_the_best_first(store, name):
-    runs = [run for run in load_runs(store) if run.value["budget"] != 0.1 or run.value["method"]["name"] != "knorm"]
-    block = build_blocks(runs, runs)[0][0]
+def test_rows_are_sorted_by_a_column_with_the_best_first(gap, name):
     column = COLUMNS[name]
     [read] = column.numbers.values()
-    *rows, last = sort_rows([block], f"{name}@0.1")[0].rows.items()
+    *rows, last = sort_rows([gap], f"{name}@0.1")[0].rows.items()
     ordered = [read(own["10\u202f%"]) for _, own in rows]
     assert ordered == sorted(ordered, reverse=not column.less) and len(ordered) == 2
     assert last[0] == "knorm"  # it has no number
-    assert list(sort_rows(sort_rows([block], "0.1"), "method")[0].rows) == sorted(block.rows)
+    assert list(sort_rows(sort_rows([gap], "0.1"), "method")[0].rows) == sorted(gap.rows)
 
 
 @pytest.fixture(scope="module")
@@ -522,14 +534,15 @@ def wide(tmp_path_factory):
     """Question and seed make three blocks; allocator and block size make the rows of each."""
     folder = tmp_path_factory.mktemp("wide")
     for question, seed in (("hidden", 2), ("visible", 10), ("visible", 2)):
-        write_run(folder, draw_records(1.0, 0.95, seed), question=question, seed=seed, **FULL)
+        write_run(folder, draw_records(1.0, 0.95, seed, 3), question=question, seed=seed, **FULL)
         for at, allocator in enumerate(("uniform", "ada")):
             for block in (None, 64, 128):
                 for budget in (0.1, 0.2):
-                    own = draw_records(budget, 0.8, at + (block or 0) + int(100 * budget))
+                    own = draw_records(budget, 0.8, at + (block or 0) + int(100 * budget), 3)
                     changed = {"allocator": {"name": allocator}, "block_size": block, "budget": budget, "seed": seed}
                     write_run(folder, own, question=question, **changed)
-    return build_blocks(load_runs(folder), load_runs(folder))[0]
+    runs = load_runs(folder)
+    return build_blocks(runs, runs)[0]
 
 
 def test_groups_and_order_change_no_number(wide):
