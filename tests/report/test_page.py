@@ -31,7 +31,7 @@ from kvbench.report.charts import INK, LINE, MUTED
 from kvbench.report.doc_tables import list_unwritten
 from kvbench.report.method_pages import describe_method
 from kvbench.report.page import MOST, NUMBERS, compact_json, load_library, render_html, write_page, write_report
-from kvbench.report.panels import classify_share, gather_results
+from kvbench.report.panels import Pairing, classify_share, gather_results
 from kvbench.report.samples import LONGEST, QUESTION, escape_invisible, format_strip, to_embedded_json
 from kvbench.report.style import COLOURS, DARK, DASHES, FULL, MARKS, PAIRS, choose_style, choose_styles, find_style
 from kvbench.validation import SettingError
@@ -60,6 +60,23 @@ def page(made) -> dict:
 def store(made, tmp_path) -> Path:
     """A copy of the store and its page, which a test may change."""
     return shutil.copytree(made, tmp_path, dirs_exist_ok=True)
+
+
+@pytest.fixture(scope="module")
+def made_visible(tmp_path_factory) -> Path:
+    return write_small_store(tmp_path_factory.mktemp("visible"), ["visible"])
+
+
+@pytest.fixture
+def visible(made_visible, tmp_path) -> Path:
+    """A copy of the half of the store whose question is visible. It has no page yet."""
+    return shutil.copytree(made_visible, tmp_path, dirs_exist_ok=True)
+
+
+@pytest.fixture(scope="module")
+def pairings(made) -> tuple[Pairing, ...]:
+    """The runs of `made`, each with the full cache's."""
+    return tuple(gather_results(made, NOW).pairings)
 
 
 def data_of(path: Path) -> dict:
@@ -237,13 +254,13 @@ def test_a_full_cache_that_is_faster_and_better_takes_a_point_off_the_front(tmp_
     assert "no other run of the panel, and not the full cache (the diamond), costs as little" in page.read_text()
 
 
-def test_times_have_intervals(store):
+def test_times_have_intervals(visible):
     """The mean of three subtasks' medians: errors of medians of 8, by the second and the seventh of them."""
     own = make_records(0.05, 30)
     for place, record in enumerate(own.values()):
         record["ttft_ms"] = 100.0 + 10 * (place % 8)
-    write_run(store, own, method={"name": "timed"}, budget=0.05)
-    panel = next(one for one in data_of(write_report(store, NOW))["panels"] if one["question"] == "visible")
+    write_run(visible, own, method={"name": "timed"}, budget=0.05)
+    [panel] = data_of(write_report(visible, NOW))["panels"]
     row = next(one for one in panel["costs"] if one["row"].startswith("timed"))
     chance = 2 * sum(comb(8, k) for k in range(2)) / 2**8
     error = 50 / (2 * NormalDist().inv_cdf(1 - chance / 2)) / 3**0.5
@@ -252,13 +269,13 @@ def test_times_have_intervals(store):
     assert all(one["tpot_low"] <= one["tpot"] <= one["tpot_high"] for one in (*panel["costs"], *panel["free"]))
 
 
-def test_bytes_that_differ_between_samples_have_intervals(store):
+def test_bytes_that_differ_between_samples_have_intervals(visible):
     """The t interval over contexts of a mean of three subtasks; none where all samples hold the same share."""
     own = make_records(0.05, 30)
     for place, record in enumerate(own.values()):
         record["resident_bytes"] = 50 + 10 * (place % 7)
-    write_run(store, own, method={"name": "ragged"}, budget=0.05)
-    panel = next(one for one in data_of(write_report(store, NOW))["panels"] if one["question"] == "visible")
+    write_run(visible, own, method={"name": "ragged"}, budget=0.05)
+    [panel] = data_of(write_report(visible, NOW))["panels"]
     row = next(one for one in panel["costs"] if one["row"].startswith("ragged"))
     subtasks = [[one for one in own.values() if one["subtask"] == name] for name in TASKS]
     shares = [[one["resident_bytes"] / 1000 for one in some] for some in subtasks]
@@ -468,8 +485,8 @@ def test_answers_lie_beside_the_page_and_are_text_only(made, page):
     assert escape_invisible(None) == "" and escape_invisible({"a": 1}) == '{"a": 1}'
 
 
-def test_samples_of_a_context_have_its_number(made, page):
-    for pairing in gather_results(made, NOW).pairings:
+def test_samples_of_a_context_have_its_number(made, page, pairings):
+    for pairing in pairings:
         names = next(own["names"] for own in page["files"] if own["run"] == pairing.run.hash)
         numbered = {sample[0]: sample[-1] for name in names for sample in samples_of(made / "report" / name)}
         contexts = {shorten(uid): record["group"] for uid, record in pairing.run.records.items()}
@@ -477,9 +494,9 @@ def test_samples_of_a_context_have_its_number(made, page):
         assert len({(contexts[uid], number) for uid, number in numbered.items()}) == len(set(numbered.values())) == 12
 
 
-def test_question_and_rows_are_the_records(made, page):
+def test_question_and_rows_are_the_records(made, page, pairings):
     files = {own["run"]: own["names"] for own in page["files"]}
-    for pairing in gather_results(made, NOW).pairings:
+    for pairing in pairings:
         records = {shorten(uid): record for uid, record in pairing.run.records.items()}
         shown = [sample for name in files[pairing.run.hash] for sample in samples_of(made / "report" / name)]
         assert len(shown) == len(records) == 24
@@ -504,20 +521,22 @@ def test_a_strip_that_is_none_is_not_shown(wrong):
         assert format_strip(good | {"evidence": evidence}) == ["0064", 9, []]
 
 
-def test_files_of_samples_are_split_and_old_ones_go(store, monkeypatch):
+def test_files_of_samples_are_split_and_old_ones_go(visible, monkeypatch):
     monkeypatch.setattr("kvbench.report.samples.PART", 1000)
-    (store / "report" / "samples-ffffffffffffffff-0.js").write_text("old")
-    (store / "report" / "notes.txt").write_text("not ours")
-    page = data_of(write_report(store, NOW))
+    (visible / "report").mkdir()
+    (visible / "report" / "samples-ffffffffffffffff-0.js").write_text("old")
+    (visible / "report" / "notes.txt").write_text("not ours")
+    page = data_of(write_report(visible, NOW))
     names = {name for own in page["files"] for name in own["names"]}
     assert min(len(own["names"]) for own in page["files"]) > 1
-    assert {file.name for file in (store / "report").iterdir()} == names | {"notes.txt", "lock"}
+    assert {file.name for file in (visible / "report").iterdir()} == names | {"notes.txt", "lock"}
 
 
-def test_who_makes_the_page_is_alone(store, monkeypatch):
+def test_who_makes_the_page_is_alone(tmp_path, monkeypatch):
     """Or one would take away what lies beside the other's page."""
+    write_run(tmp_path, make_records(1.0, 100, count=1), method={"name": "full"})
     code = "import fcntl, sys; fcntl.lockf(open(sys.argv[1], 'r+'), fcntl.LOCK_EX | fcntl.LOCK_NB)"
-    other = [sys.executable, "-c", code, str(store / "report" / "lock")]
+    other = [sys.executable, "-c", code, str(tmp_path / "report" / "lock")]
     tried = []
 
     def watched(*given: object) -> None:
@@ -525,25 +544,25 @@ def test_who_makes_the_page_is_alone(store, monkeypatch):
         write_page(*given)
 
     monkeypatch.setattr("kvbench.report.page.write_page", watched)
-    assert write_report(store, NOW).is_file() and tried == [1]
+    assert write_report(tmp_path, NOW).is_file() and tried == [1]
     assert subprocess.run(other, capture_output=True).returncode == 0
 
 
-def test_what_is_damaged_is_named_and_the_rest_is_shown(store):
+def test_what_is_damaged_is_named_and_the_rest_is_shown(visible):
     method = {"name": "snapkv"}
-    old = write_run(store, make_records(0.2, 50), budget=0.2, method=method)
+    old = write_run(visible, make_records(0.2, 50), budget=0.2, method=method)
     (old / "run.yaml").write_text("format: [")
-    torn = write_run(store, make_records(0.25, 50), budget=0.25, method=method)
+    torn = write_run(visible, make_records(0.25, 50), budget=0.25, method=method)
     file = next(torn.glob("records*.jsonl"))
     file.write_bytes(file.read_bytes()[:-9])
     odd = [
-        write_run(store, {uid: {"uid": uid} for uid in make_records(0.4, 50)}, budget=0.4, method=method),
-        write_run(store, make_records(0.5, 50, score=1e9), budget=0.5, method=method),
-        write_run(store, make_records(0.6, 50, meta=None), budget=0.6, method=method),
-        write_run(store, make_records(0.7, 50, prompt_hash="another"), budget=0.7, method=method),
+        write_run(visible, {uid: {"uid": uid} for uid in make_records(0.4, 50)}, budget=0.4, method=method),
+        write_run(visible, make_records(0.5, 50, score=1e9), budget=0.5, method=method),
+        write_run(visible, make_records(0.6, 50, meta=None), budget=0.6, method=method),
+        write_run(visible, make_records(0.7, 50, prompt_hash="another"), budget=0.7, method=method),
     ]
-    write_run(store, {}, finish=False, budget=0.8, method=method)
-    page = data_of(write_report(store, NOW))
+    write_run(visible, {}, finish=False, budget=0.8, method=method)
+    page = data_of(write_report(visible, NOW))
     said = " ".join(f"{name} {why}" for name, why in page["damaged"])
     for path in (old, torn, *odd):
         assert path.name in said
@@ -551,18 +570,19 @@ def test_what_is_damaged_is_named_and_the_rest_is_shown(store):
         "run.yaml cannot be read (is no YAML" in said and "torn" in said and "score is 1000000000.0, expected" in said
     )
     assert (page["unfinished"], page["empty"]) == (0, 1)
-    snapkv = next(own for own in page["panels"][1]["series"] if own["label"] == "snapkv")
-    points = [point for point in page["panels"][1]["points"] if point["s"] == snapkv["s"]]
+    [panel] = page["panels"]
+    snapkv = next(own for own in panel["series"] if own["label"] == "snapkv")
+    points = [point for point in panel["points"] if point["s"] == snapkv["s"]]
     assert [point["budget"] for point in points] == ["5\u202f%", "10\u202f%", "30\u202f%"]
 
 
-def test_an_unfinished_run_is_shown_on_the_samples_in_common(store):
+def test_an_unfinished_run_is_shown_on_the_samples_in_common(visible):
     whole = make_records(0.2, 50)
     some = {uid: own for uid, own in whole.items() if own["index"] % 2 == 0}
-    write_run(store, some, finish=False, budget=0.2, method={"name": "snapkv"})
-    write_run(store, {"vt/0": whole["vt/0"]}, finish=False, budget=0.4, method={"name": "snapkv"})
-    page = data_of(write_report(store, NOW))
-    panel = page["panels"][1]
+    write_run(visible, some, finish=False, budget=0.2, method={"name": "snapkv"})
+    write_run(visible, {"vt/0": whole["vt/0"]}, finish=False, budget=0.4, method={"name": "snapkv"})
+    page = data_of(write_report(visible, NOW))
+    [panel] = page["panels"]
     snapkv = next(own for own in panel["series"] if own["label"] == "snapkv")
     points = [point for point in panel["points"] if point["s"] == snapkv["s"]]
     assert page["unfinished"] == 2 and {point["n"] for point in points} == {len(some)} and len(points) == 4
@@ -582,15 +602,15 @@ def test_an_unfinished_run_is_shown_on_the_samples_in_common(store):
         assert f"{name} (4)" in matrix["about"]
 
 
-def test_all_numbers_of_a_panel_come_from_the_same_samples(store):
+def test_all_numbers_of_a_panel_come_from_the_same_samples(visible):
     """A run that is not finished takes samples from every chart, not from the matrix alone."""
     some = {uid: own for uid, own in make_records(0.2, 50).items() if own["index"] % 2 == 0}
     some["vt/0"] = some["vt/0"] | {"error": "out_of_memory", "score": None}
-    path = write_run(store, some, finish=False, budget=0.2, method={"name": "late"})
+    path = write_run(visible, some, finish=False, budget=0.2, method={"name": "late"})
     (path / "samples").write_text("90\n")
-    write_run(store, {}, finish=False, budget=0.4, method={"name": "late"})
-    page = data_of(write_report(store, NOW))
-    panel = page["panels"][1]
+    write_run(visible, {}, finish=False, budget=0.4, method={"name": "late"})
+    page = data_of(write_report(visible, NOW))
+    [panel] = page["panels"]
     assert {point["n"] for name in ("points", "full") for point in panel[name]} == {11}
     assert {cost["n"] for cost in panel["costs"]} == {11}
     assert sum(cell["n"] for cell in panel["grids"][0]["cells"]) == 4
@@ -603,19 +623,19 @@ def test_all_numbers_of_a_panel_come_from_the_same_samples(store):
     cells = {(cell["order"], tasks[cell["column"]]): cell["n"] for cell in panel["cells"]}
     assert {count for (_, task), count in cells.items() if task == "vt"} == {3}
     assert "n = 11 of 90 planned samples" in panel["matrix"]["about"] and "1 sample failed" in panel["matrix"]["about"]
-    runs = {(run["series"], run["budget"]): (run["samples"], run["of"]) for run in page["runs"] if run["panel"] == 1}
+    runs = {(run["series"], run["budget"]): (run["samples"], run["of"]) for run in page["runs"]}
     assert runs["late", "20\u202f%"] == (12, 90) and runs["full cache", ""] == (24, None)
-    entry = next(file for file in page["files"] if file["row"].startswith("newest") and file["panel"] == 1)
-    assert sum(len(samples_of(store / "report" / name)) for name in entry["names"]) == 24  # answers are all there
+    entry = next(file for file in page["files"] if file["row"].startswith("newest"))
+    assert sum(len(samples_of(visible / "report" / name)) for name in entry["names"]) == 24  # answers are all there
 
 
-def test_a_run_without_a_subtask_is_named_and_its_answers_are_shown(store):
+def test_a_run_without_a_subtask_is_named_and_its_answers_are_shown(visible):
     """Finished or not, it is in no table, because it would take the subtask from the others."""
     whole = make_records(0.2, 50)
     lost = {uid: own | {"error": "out_of_memory", "score": None} for uid, own in whole.items() if uid.startswith("vt/")}
-    write_run(store, whole | lost, budget=0.2, method={"name": "large"})
-    page = data_of(write_report(store, NOW))
-    panel = page["panels"][1]
+    write_run(visible, whole | lost, budget=0.2, method={"name": "large"})
+    page = data_of(write_report(visible, NOW))
+    [panel] = page["panels"]
     large = next(own for own in panel["series"] if own["label"] == "large")
     assert large["refused"] == "budget 20\u202f% answered no sample of vt"
     assert any("answered no sample of vt" in why for _, why in page["damaged"])
@@ -691,9 +711,10 @@ def test_no_store_is_too_large(store, monkeypatch):
     """Numbers that make the page larger than it may be lie beside it, and are the same; few do not."""
     whole = gather_results(store, NOW)
     most = len(render_html({}).encode()) + 2_000  # little more than the scripts
-    monkeypatch.setattr("kvbench.report.page.MOST", most)
     monkeypatch.setattr("kvbench.report.page.gather_results", lambda results, now: whole)
-    path, folder = write_report(store, NOW), store / "report"
+    with monkeypatch.context() as patch:
+        patch.setattr("kvbench.report.page.MOST", most)
+        path, folder = write_report(store, NOW), store / "report"
     assert path.stat().st_size < most
 
     def part(name: str) -> dict:
@@ -710,7 +731,6 @@ def test_no_store_is_too_large(store, monkeypatch):
     for panel, expected in zip(page["panels"], whole.page["panels"], strict=True):
         numbers = part(panel.pop("part"))
         assert set(numbers) == set(NUMBERS) and panel | numbers == json.loads(to_embedded_json(compact_json(expected)))
-    monkeypatch.undo()
     write_report(store, NOW)
     assert len(data_of(path)["panels"]) == 2 and not list(folder.glob("part-*"))
 
