@@ -11,7 +11,6 @@ from kvbench.analysis.byte_front import EQUAL
 from kvbench.analysis.result_lines import Line
 from kvbench.analysis.text_table import Column as TableColumn
 from kvbench.analysis.text_table import format_markdown, format_number, format_range
-from kvbench.config.study_parts import read_study
 from kvbench.report.results_cells import (
     LONG_TASKS,
     READING,
@@ -48,7 +47,7 @@ from kvbench.report.results_conclusions import (
 )
 from kvbench.report.results_cost import RATIO, CostTable, find_fastest
 from kvbench.report.results_limits import describe_models
-from kvbench.report.results_origin import list_planned_methods, say_unfinished
+from kvbench.report.results_origin import list_known, list_planned_methods, say_unfinished
 from kvbench.report.results_text import (
     COMMENT,
     format_change,
@@ -123,11 +122,11 @@ def format_choice(sections: Sequence[Section], tables: Sequence[CostTable], marg
 
 def describe_missing(part: str, sections: Sequence[Section]) -> str:
     """Return that a part of the study is not finished, and what this means for a table; empty if it is."""
-    said = say_unfinished(part, count_cells(sections)[part], read_study())
+    said = say_unfinished(part, count_cells(sections)[part], list_known())
     if not said:
         return ""
     measured = {line["method"] for section in sections if section.part == part for line in section.cells}
-    missing = [name for name in list_planned_methods(read_study()[part]) if name not in measured]
+    missing = [name for name in list_planned_methods(list_known()[part]) if name not in measured]
     names = join_words([f"`{name}`" for name in missing], "and") if missing else "some cells"
     return f"{said} The table lacks {names}."
 

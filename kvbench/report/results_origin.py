@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from functools import cache
 from pathlib import Path
 
 from kvbench.analysis.result_lines import Line
@@ -28,7 +29,7 @@ def describe_origin(parts: Mapping[str, Sequence[Line]], checksums: Mapping[str,
         parts: Name of a part -> its lines.
         checksums: Published file -> its SHA-256.
     """
-    known = read_study()
+    known = list_known()
 
     def describe(item: tuple[str, Sequence[Line]]) -> tuple[str, str, int, int, str, str]:
         name, lines = item
@@ -98,9 +99,15 @@ def describe_progress(measured: Mapping[str, int]) -> str:
     return " ".join(sentences)
 
 
+@cache  # the pages ask for it a hundred times
+def list_known() -> Mapping[str, StudyPart]:
+    """Return the parts of conf/measured.yaml."""
+    return read_study()
+
+
 def list_study() -> dict[str, StudyPart]:
     """Return the parts of conf/measured.yaml that belong to the study: those with a question."""
-    return {name: part for name, part in read_study().items() if part.question}
+    return {name: part for name, part in list_known().items() if part.question}
 
 
 def list_earlier(measured: Iterable[str]) -> list[str]:

@@ -15,7 +15,6 @@ from kvbench.analysis.joint_signs import MARGIN
 from kvbench.analysis.result_lines import Line, PartNumbers, list_line_files, read_part
 from kvbench.analysis.text_table import format_range
 from kvbench.atomic import replace_file
-from kvbench.config.study_parts import read_study
 from kvbench.report import results_choice
 from kvbench.report.results_cells import (
     EVICTING,
@@ -49,7 +48,7 @@ from kvbench.report.results_cost import CostTable, describe_slow, format_costs, 
 from kvbench.report.results_figure import FIGURE, choose_figure, draw_figure, list_compared
 from kvbench.report.results_limits import describe_models, format_limits
 from kvbench.report.results_models import format_lengths, format_models
-from kvbench.report.results_origin import describe_origin, describe_progress, list_earlier
+from kvbench.report.results_origin import describe_origin, describe_progress, list_earlier, list_known
 from kvbench.report.results_pictures import draw_pictures, list_pictures
 from kvbench.report.results_tables import (
     PLANNED,
@@ -198,7 +197,7 @@ def choose_files(folder: Path, machine: str | None = None) -> dict[str, Path]:
         if len(paths) > 1 and machine not in names:
             raise SettingError(f"--machine: part {part} was measured on several; choose one of {', '.join(names)}")
         paths_by_part[part] = [path for path in paths if path.parent.name == machine] or paths
-    order = {part: number for number, part in enumerate(read_study())}
+    order = {part: number for number, part in enumerate(list_known())}
     return {
         part: paths_by_part[part][0]
         for part in sorted(paths_by_part, key=lambda part: (order.get(part, len(order)), part))
@@ -245,7 +244,7 @@ def read_parts(files: Mapping[str, Path]) -> dict[str, PartNumbers]:
     Raises:
         SettingError: A file has no lines.
     """
-    known = read_study()
+    known = list_known()
     parts = {part: read_part(path, known[part].pairs if part in known else ()) for part, path in files.items()}
     for part, numbers in parts.items():
         if not numbers.lines:
@@ -378,7 +377,7 @@ def format_subpage(
     if page == COST:
         pays = wrap_paragraphs(PAYS.format(slow=describe_slow(prefill, tables)))
         return "\n".join([head, pays, *(format_costs(tables) or ["No times were measured yet.\n"])])
-    study, changes = read_study(), list[str]()
+    study, changes = list_known(), list[str]()
     for heading, text in list_changes(page, sections).items():
         changes += [f"## {heading}", "", *text, ""] if text else []
     shown: list[str] = []
