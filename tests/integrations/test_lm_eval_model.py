@@ -96,7 +96,7 @@ def test_likelihoods_of_logits_that_are_not_finite_are_refused(full, monkeypatch
 
 
 def test_rolling_reads_every_block_over_the_rows_held_before_it(full):
-    text = ASKED[:75]
+    text = ASKED[:45]
     ids = [full.tokenizer.bos_token_id, *full.tokenizer.encode(text, add_special_tokens=False)]
     own = dict(method="knorm", budget=6, block_size=8)
     found = cut(full, **own).loglikelihood_rolling(asks("loglikelihood_rolling", (text,)), True)[0]
@@ -133,7 +133,7 @@ def test_a_continuation_is_read_over_the_cut_cache_from_its_first_token_on(full,
 
 
 def test_what_is_generated_is_what_a_run_generates(full):
-    prompt, kwargs = "needle " * 30 + "The grass is green.", {"until": ["\n"], "max_gen_toks": 12}
+    prompt, kwargs = "needle " * 30 + "The grass is green.", {"until": ["\n"], "max_gen_toks": 6}
     for question in ("visible", "hidden"):
         lm = cut(full, method="snapkv", budget=0.3, question=question)
         [found] = lm.generate_until(asks("generate_until", (prompt, kwargs), context="needle " * 30), True)
@@ -142,13 +142,13 @@ def test_what_is_generated_is_what_a_run_generates(full):
         held = kvbench.prefill(full.model, torch.tensor([ids[:split]]), method="snapkv", budget=0.3)
         if question == "hidden":
             held.extend(torch.tensor([ids[split:]]))
-        tokens = held.generate(12)[0].tolist()
+        tokens = held.generate(6)[0].tolist()
         assert found == full.tokenizer.decode(tokens, skip_special_tokens=True).split("\n")[0]
         assert lm.records[0]["rows_held"] == int(0.3 * split) + len(ids) - split
 
 
 def test_repeats_are_sampled_each_with_its_seed(full):
-    kwargs = {"do_sample": True, "temperature": 2.0, "top_p": 0.95, "max_gen_toks": 8, "until": []}
+    kwargs = {"do_sample": True, "temperature": 2.0, "top_p": 0.95, "max_gen_toks": 4, "until": []}
     [request] = asks("generate_until", (ASKED, kwargs))
     first = full.generate_until([request] * 3, True)
     assert len(set(first)) == 3 and full.generate_until([request] * 3, True) == first
