@@ -15,12 +15,12 @@ import pytest
 from kvbench.cli import papers
 from kvbench.config.catalogue import SHAPES, load_settings
 from kvbench.config.compose import compose_config, expand_cells
-from kvbench.papers import build
+from kvbench.papers import build, paper_runs
 from kvbench.papers.build import build_table
 from kvbench.papers.cell_values import CellValue, RunIndex
 from kvbench.papers.exhibits import load_exhibits
 from kvbench.papers.experiment_key import ExperimentKey, drop_unused
-from kvbench.papers.paper_runs import Settings, expand_preset, is_of_cache, list_presets, needs_file, read_rows
+from kvbench.papers.paper_runs import Settings, is_of_cache, list_presets, needs_file, read_rows
 from kvbench.papers.paper_table import PaperTable, make_commands
 from kvbench.papers.table_spec import (
     PAPERS,
@@ -597,6 +597,12 @@ def test_every_table_has_a_preset_or_says_why_not():
     assert sorted(found) == list_presets() and {len(own) for own in found.values()} == {1}
 
 
+@cache
+def expand_preset(preset: str) -> tuple[Settings, ...]:
+    return tuple(paper_runs.expand_preset(preset))
+
+
+@cache
 def select_presets() -> list[object]:
     """All presets; those that `make test` leaves out have a task of which it runs another preset."""
     presets = list_presets()
