@@ -90,9 +90,9 @@ def read(trial: Trial, choice: CachePolicy, block: int | None = None, share: flo
     return context
 
 
-def generate(context: GenerationContext) -> Tensor:
-    """The most likely next tokens, (1, TOKENS), which stay in the cache."""
-    return torch.stack(list(context.generate(TOKENS, Sampling(), frozenset(), read_last=True)), 1)
+def generate(context: GenerationContext, tokens: int = TOKENS) -> Tensor:
+    """The most likely next tokens, (1, tokens), which stay in the cache."""
+    return torch.stack(list(context.generate(tokens, Sampling(), frozenset(), read_last=True)), 1)
 
 
 def assert_close(logits: Tensor, truth: Tensor) -> None:
@@ -157,15 +157,15 @@ def check_shared_prefill(trial: Trial) -> None:
     """
     if trial.layout.sliding or trial.layout.window is not None:
         return
-    choices = [(choose("full"), 1.0), (choose("snapkv", "ada"), SHARE), (choose("keydiff"), SHARE)]
+    choices = [(choose("full"), 1.0), (choose("snapkv", "ada"), SHARE)]
     together = [GenerationContext(trial.model, choice, Budget(share), None, (0,)) for choice, share in choices]
     shared_prefill.prefill(together, trial.ids[:, :PROMPT])
     for context, (choice, share) in zip(together, choices, strict=True):
         alone = read(trial, choice, share=share)
         assert torch.equal(context.last_logits, alone.last_logits) and context.bytes() == alone.bytes()
         with context.branch():
-            generate(context)
-        assert torch.equal(generate(context), generate(alone))
+            generate(context, 1)
+        assert torch.equal(generate(context, 2), generate(alone, 2))
         assert torch.equal(context.last_logits, alone.last_logits)
 
 
@@ -178,7 +178,7 @@ def check_fidelity(trial: Trial) -> None:
         assert_close(predicted, trial.truth.logits[0, PROMPT - 1 : -1].log_softmax(-1))
 
 
-def check_rotations(trial: Trial) -> None:
+def check_rotations(trial: Trial, block: int | None) -> None:
     """Keys that are stored before norm and rotation become the model's own, bit for bit, also those of a cut cache.
 
     Without sinks the rows that stay are neighbours, so attention to them does not change if all are rotated by their
@@ -188,11 +188,10 @@ def check_rotations(trial: Trial) -> None:
     if trial.layout.rotation_fault is not None or known.rotation_fault is not None:
         return  # what rotates keys is refused
     assert [fault is None for fault in probe.find_rotation_faults(trial)] == [True, known.rerotation_fault is None]
-    for block in (None, BLOCK):
-        share = 1.0 if known.joint_norm else SHARE  # such a norm needs all heads of a token
-        raw, unrotated = (read(trial, choose("snapkv", codec=codec), block, share) for codec in (RAW, Unrotated("u")))
-        assert torch.equal(generate(unrotated), generate(raw))
-        assert torch.equal(unrotated.last_logits, raw.last_logits)
+    share = 1.0 if known.joint_norm else SHARE  # such a norm needs all heads of a token
+    raw, unrotated = (read(trial, choose("snapkv", codec=codec), block, share) for codec in (RAW, Unrotated("u")))
+    assert torch.equal(generate(unrotated, 2), generate(raw, 2))
+    assert torch.equal(unrotated.last_logits, raw.last_logits)
     if known.rerotation_fault is not None:
         for method in ("sink", "expected_attention"):
             with pytest.raises(SettingError, match=known.rerotation_fault):
@@ -204,7 +203,7 @@ def check_rotations(trial: Trial) -> None:
         answer = trial.ids[:, PROMPT:]
         assert_close(rolling.extend(answer)[0], original.extend(answer)[0])
     if trial.layout.softcap is None:  # it expects exponentials of the logits
-        for layer in read(trial, choose("expected_attention"), BLOCK, SHARE).own_layers:
+        for layer in read(trial, choose("expected_attention"), block, SHARE).own_layers:
             assert layer.rows.counts().unique().tolist() == [int(SHARE * PROMPT)]
 
 
@@ -234,25 +233,39 @@ def check_step(trial: Trial) -> None:
 LAWS: dict[str, Callable[[Trial], None]] = {
     "full budget": lambda trial: check_full_budget(trial, None),
     "full budget in blocks": lambda trial: check_full_budget(trial, BLOCK),
-    "cut": lambda trial: check_cut(trial, None),
     "cut in blocks": lambda trial: check_cut(trial, BLOCK),
     "shared prefill": check_shared_prefill,
     "fidelity": check_fidelity,
-    "rotations": check_rotations,
+    "rotations in blocks": lambda trial: check_rotations(trial, BLOCK),
     "hidden states": check_hidden,
     "step": check_step,
 }
+IN_ONE_BLOCK: dict[str, Callable[[Trial], None]] = {  # what it shows, the first of several shows too
+    "cut": lambda trial: check_cut(trial, None),
+    "rotations": lambda trial: check_rotations(trial, None),
+}
 
 
-@pytest.mark.parametrize("name", choose_quick(ARCHITECTURES, *choose_types()))
-def test_laws(name):
+def check_laws(name: str, laws: dict[str, Callable[[Trial], None]]) -> None:
+    """Check laws for a type. A failure names its law in a note."""
     trial = make_trial(name)
-    for law, check in LAWS.items():
+    for law, check in laws.items():
         try:
             check(trial)
         except BaseException as error:
             error.add_note(f"law: {law}")
             raise
+
+
+@pytest.mark.parametrize("name", choose_quick(ARCHITECTURES, *choose_types()))
+def test_laws(name):
+    check_laws(name, LAWS)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_laws_in_one_block(name):
+    check_laws(name, IN_ONE_BLOCK)
 
 
 def change_frequencies(rope: dict[str, Any]) -> dict[str, Any]:
