@@ -47,9 +47,9 @@ class Kind:
     method: str
     settings: dict = field(default_factory=dict)
     allocator: str = "uniform"
-    model: Callable[[], torch.nn.Module] = lambda: tiny("llama")
-    small: Callable[[], torch.nn.Module] = lambda: make_fresh("llama")  # for the kernels, in float32
-    architecture: str = "llama"
+    model: Callable[[], torch.nn.Module] = lambda: tiny("short")
+    small: Callable[[], torch.nn.Module] = lambda: make_fresh("short")  # for the kernels, in float32
+    architecture: str = "short"
     codec: Callable[[], object] = lambda: None
     budget: float = 0.3
     prompt: int = 60
@@ -70,7 +70,7 @@ def packed() -> Kind:
         return build("codec", load_settings("codec", "kivi", dict(bits=2, group=8, residual=24)))
 
     return Kind(
-        "snapkv", allocator="ada", model=lambda: make_double("llama"), small=lambda: make_fresh("wide"), codec=kivi,
+        "snapkv", allocator="ada", model=lambda: make_double("short"), small=lambda: make_fresh("wide"), codec=kivi,
         budget=0.5, prompt=90, compare=assert_near_storage, tolerance=1e-3,
     )  # fmt: skip
 
@@ -78,7 +78,7 @@ def packed() -> Kind:
 def coded(codec: str, method: str = "snapkv", allocator: str = "uniform", **settings: object) -> Kind:
     """Codes of 8 or 4 bits: modules and step round numbers that differ in their last bits, so some codes are others."""
     return Kind(
-        method, allocator=allocator, model=lambda: make_double("llama"), small=lambda: make_fresh("wide"),
+        method, allocator=allocator, model=lambda: make_double("short"), small=lambda: make_fresh("wide"),
         codec=lambda: build("codec", load_settings("codec", codec, settings)), compare=assert_near_storage,
         tolerance=1e-2,
     )  # fmt: skip
@@ -92,15 +92,15 @@ def waiting() -> Kind:
         return build("codec", load_settings("codec", "hf_quantized", settings))
 
     return Kind(
-        "snapkv", allocator="ada", model=lambda: make_double("llama"), small=lambda: make_fresh("wide"),
+        "snapkv", allocator="ada", model=lambda: make_double("short"), small=lambda: make_fresh("wide"),
         codec=build_hqq, compare=assert_near_storage, tolerance=1e-3,
     )  # fmt: skip
 
 
 def rebuilt(method: str = "deltakv", kind: str = "drawn") -> Kind:
     return Kind(
-        method, LISTS if method == "deltakv" else {}, model=lambda: make_exact("llama"),
-        codec=lambda: build_delta("llama", kind), budget=0.3 if method == "deltakv" else 1.0, prompt=66,
+        method, LISTS if method == "deltakv" else {}, model=lambda: make_exact("short"),
+        codec=lambda: build_delta("short", kind), budget=0.3 if method == "deltakv" else 1.0, prompt=66,
         compare=assert_same_storage, tolerance=1e-9, step_tolerance=1e-3,
     )  # fmt: skip
 

@@ -50,10 +50,10 @@ MORE_SETUPS = [
 ]
 
 
-def choice_of(method, allocator="uniform", codec="raw", **more):
+def choice_of(method, allocator="uniform", codec="raw", model="short", **more):
     """`allocator` is a name, or what `build_allocator` returns."""
     name = allocator if isinstance(allocator, str) else "uniform"
-    own, of_name, packing = build_policy(method, name, "llama", codec, **more)
+    own, of_name, packing = build_policy(method, name, model, codec, **more)
     return choose_cache(own, of_name if name == allocator else allocator, packing)
 
 
@@ -74,7 +74,7 @@ def qwen2(heads=2, **more):
 @pytest.mark.parametrize(("method", "allocator"), [*SETUPS, *(only_in_full(*own) for own in MORE_SETUPS)])
 def test_the_step_gives_what_the_modules_give(method, allocator):
     budget = 1.0 if method == "full" else 0.3
-    modules, step = make_contexts(tiny("llama"), choice_of(method, allocator), budget)
+    modules, step = make_contexts(tiny("llama"), choice_of(method, allocator, model="llama"), budget)
     answers = [list(context.generate(CHUNK + 9, Sampling(), frozenset())) for context in (modules, step)]
     assert torch.equal(*map(torch.stack, answers))
     assert (modules.decoding, step.decoding) == ("modules", "graph")
@@ -130,7 +130,7 @@ QUICK_CUTTERS += [("triattention paper", 4)]
     ("method", "interval"), [own if own in QUICK_CUTTERS else only_in_full(*own) for own in CUTTERS]
 )
 def test_a_step_that_cuts_gives_what_the_modules_give(method, interval):
-    answer_across_cuts(tiny("llama"), method, "uniform", interval)
+    answer_across_cuts(tiny("short"), method, "uniform", interval)
 
 
 def answer_across_cuts(model, method, allocator, interval, budget=0.3):
@@ -160,14 +160,14 @@ SHARING = [own for own in CUTTERS if own[0] != "sink" and "centroidkv" not in ow
 @pytest.mark.parametrize("cutter", choose_quick(SHARING, ("criticalkv over h2o", 7), ("keydiff", 1)), ids=str)
 def test_heads_that_share_a_layer_unevenly_give_what_the_modules_give(cutter):
     method, interval = cutter
-    answer_across_cuts(make_exact("llama"), method, "ada", interval)
+    answer_across_cuts(make_exact("short"), method, "ada", interval)
 
 
 @pytest.mark.parametrize("more", [{"preset": "kvpress"}, *map(only_in_full, ({"alpha": 0}, {"alpha": 1.0}))])
 @pytest.mark.parametrize("budget", [0.1, *map(only_in_full, (2, 5, 0.9))])  # less than is protected, one row a head
 def test_rows_are_shared_where_hardly_any_head_has_what_it_protects(budget, more):
     choice = choice_of("snapkv", build_allocator("ada", **more), decoding=True, decode_interval=3, window=16)
-    modules, step = make_contexts(make_exact("llama"), choice, budget, batch=2)
+    modules, step = make_contexts(make_exact("short"), choice, budget, batch=2)
     for tokens in (CHUNK + 6, 9):
         answers = [list(context.generate(tokens, Sampling(), frozenset())) for context in (modules, step)]
         assert torch.equal(*map(torch.stack, answers)) and step.decoding == "graph"
@@ -175,7 +175,7 @@ def test_rows_are_shared_where_hardly_any_head_has_what_it_protects(budget, more
 
 
 def test_samples_that_share_rows_among_layers_differently_give_what_the_modules_give():
-    choice = choice_of("snapkv", build_allocator("cake", window=4), decoding=True, decode_interval=5)
+    choice = choice_of("snapkv", build_allocator("cake", window=4), model="llama", decoding=True, decode_interval=5)
     modules, step = make_contexts(make_exact("llama"), choice, batch=2)
     assert any(len(set(layer.rows.counts().flatten().tolist())) > 1 for layer in step.own_layers)
     answers = [list(context.generate(CHUNK + 9, Sampling(), frozenset())) for context in (modules, step)]
@@ -232,13 +232,13 @@ def captured(monkeypatch):
 @pytest.mark.parametrize("block", [None, 9])
 @pytest.mark.parametrize("name", choose_quick(WATCHERS, *OFTEN))
 def test_a_method_that_watches_sees_every_token(name, block, captured):
-    answer_watched(make_double("llama"), name, "uniform", block)
+    answer_watched(make_double("short"), name, "uniform", block)
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("name", [own for own in WATCHERS if "as kvpress, more rows" not in own])
 def test_a_method_that_watches_sees_every_token_of_heads_that_share_rows(name, captured):
-    answer_watched(make_exact("llama"), name, "ada")
+    answer_watched(make_exact("short"), name, "ada")
 
 
 def answer_watched(model, name, allocator, block=None):
@@ -272,7 +272,7 @@ def test_protected_rows_that_have_no_room_are_counted(sinks, monkeypatch):
     """A cut while decoding gives up more than the cut of the prompt. Tokens decoded ahead do not count."""
     monkeypatch.setattr(SnapKV, "protect_sinks", lambda own, seen, rows, quota: rows.places < sinks if sinks else None)
     choice = choice_of("snapkv", window=90, decoding=True, decode_interval=55)
-    modules, step = make_contexts(tiny("llama"), choice, 10, batch=2)
+    modules, step = make_contexts(tiny("short"), choice, 10, batch=2)
     before = [dict(layer.tally.given_up) for layer in step.own_layers]
     for end, more in ((54, False), (3, True)):
         answers = [context.generate(65, Sampling(), frozenset()) for context in (modules, step)]
@@ -298,7 +298,7 @@ def test_a_method_that_watches_sees_the_tokens_before_the_first_cut(name, block,
     """Answers that end before it, and one that goes on behind it, between cuts that evict nothing."""
     settings = WATCHERS[name] | {"decode_interval": 9, "decode_size": 106}
     choice = choice_of(name.partition(" ")[0].strip(","), **settings)
-    modules, step = make_contexts(make_double("llama"), choice, 1.0, batch=2, block=block)
+    modules, step = make_contexts(make_double("short"), choice, 1.0, batch=2, block=block)
     for tokens, path in ((CHUNK + 6, "graph"), (3, "modules"), (12, "graph"), (32, "graph")):
         answers = [list(context.generate(tokens, Sampling(), frozenset(), True)) for context in (modules, step)]
         assert torch.equal(*map(torch.stack, answers)) and step.decoding == path
@@ -316,7 +316,7 @@ def test_a_method_that_watches_sees_the_tokens_before_the_first_cut(name, block,
 
 def test_a_method_that_does_not_cut_an_answer_remembers_none_of_its_queries():
     choice = choice_of("expected_attention", preset="decode_kvpress", decoding=False, decode_size=None)
-    modules, step = make_contexts(tiny("llama"), choice)
+    modules, step = make_contexts(tiny("short"), choice)
     before = modules.bytes().state
     answers = [list(context.generate(20, Sampling(), frozenset(), True)) for context in (modules, step)]
     assert torch.equal(*map(torch.stack, answers)) and (modules.decoding, step.decoding) == ("modules", "graph")
@@ -341,7 +341,7 @@ READERS = {
 )
 def test_a_step_that_attends_to_few_rows_gives_what_the_modules_give(name):
     method, more = READERS[name]
-    modules, step = make_contexts(tiny("llama"), choice_of(method, **more), batch=2)
+    modules, step = make_contexts(tiny("short"), choice_of(method, **more), batch=2)
     for tokens, read_last in ((CHUNK + 9, True), (7, False), (CHUNK + 4, True)):  # the second is too short for a graph
         answers = [list(context.generate(tokens, Sampling(), frozenset(), read_last)) for context in (modules, step)]
         assert torch.equal(*map(torch.stack, answers))
@@ -370,7 +370,7 @@ def test_an_answer_that_will_be_forgotten_goes_on_where_the_rows_of_a_graph_end(
 
 
 def test_queries_are_remembered_even_if_a_quota_holds_the_whole_prompt():
-    modules, step = make_contexts(tiny("llama"), choice_of(READERS["window"][0], **READERS["window"][1]), 60)
+    modules, step = make_contexts(tiny("short"), choice_of(READERS["window"][0], **READERS["window"][1]), 60)
     answers = [list(context.generate(20, Sampling(), frozenset(), True)) for context in (modules, step)]
     assert torch.equal(*map(torch.stack, answers)) and step.decoding == "graph"
     known, found = (context.own_layers[0].state.layer["queries"] for context in (modules, step))
@@ -453,7 +453,7 @@ def assert_same_to_the_last_count(one, other):
 @pytest.mark.parametrize("name", choose_quick(VARYING, *QUICK))
 def test_heads_layers_and_tokens_may_have_quotas_of_their_own(name):
     chosen, budget = VARYING[name]
-    modules, step = make_contexts(make_double("llama"), choice_of(**chosen), budget, batch=2)
+    modules, step = make_contexts(make_double("llama"), choice_of(**chosen, model="llama"), budget, batch=2)
     lengths = (CHUNK + 4, 3, 8) if name in QUICK else (CHUNK + 9, 7, 12)
     for tokens, decoding in zip(lengths, ("graph", "modules", "graph"), strict=True):
         answers = [list(context.generate(tokens, Sampling(), frozenset(), True)) for context in (modules, step)]
@@ -472,7 +472,7 @@ def test_heads_that_stream_take_no_room_for_the_answer(monkeypatch):
     made = []
     own = GraphDecoder.__init__
     monkeypatch.setattr(GraphDecoder, "__init__", lambda *args: (made.append(args[2]), own(*args))[1])
-    _, step = make_contexts(tiny("llama"), choice_of(**STREAMING), 0.5)
+    _, step = make_contexts(tiny("llama"), choice_of(**STREAMING, model="llama"), 0.5)
     list(step.generate(20, Sampling(), frozenset()))
     replaced, appended = made[0].kinds
     alpha = torch.tensor(step.choice.method.pattern.alpha)
@@ -513,7 +513,7 @@ def test_a_growing_quota_of_rows_to_read_has_a_graph_for_each_of_its_numbers(nam
     """Of 60 tokens and an answer a tenth grows every ten tokens, and 30 % too soon for a graph."""
     method, more = GROWING_READERS[name]
     for share, path in ((0.1, "graph"), (0.3, "modules")):
-        contexts = make_contexts(make_double("llama"), choice_of(method, **more), Budget(share, "seen"), 2)
+        contexts = make_contexts(make_double("short"), choice_of(method, **more), Budget(share, "seen"), 2)
         for tokens in (25, 12):
             answers = [list(context.generate(tokens, Sampling(), frozenset(), True)) for context in contexts]
             assert torch.equal(*map(torch.stack, answers)) and contexts[1].decoding == path
@@ -522,7 +522,7 @@ def test_a_growing_quota_of_rows_to_read_has_a_graph_for_each_of_its_numbers(nam
 
 def test_a_full_budget_attends_to_all_rows_and_one_that_grows_fast_is_the_modules_affair():
     for budget, path in ((Budget(1.0), "graph"), (Budget(0.3, "seen"), "modules")):
-        modules, step = make_contexts(tiny("llama"), choice_of("quest", page=4))
+        modules, step = make_contexts(tiny("short"), choice_of("quest", page=4))
         for context in (modules, step):
             context.budget = budget
         answers = [list(context.generate(20, Sampling(), frozenset())) for context in (modules, step)]
@@ -537,7 +537,7 @@ def test_a_full_budget_attends_to_all_rows_and_one_that_grows_fast_is_the_module
 )  # fmt: skip
 def test_few_candidates_are_chosen_among_as_by_the_modules(prompt, budget):
     more = {"full_layers": [0], "depth": None, "sinks": 3, "recent": 8}
-    modules, step = make_contexts(make_double("llama"), choice_of("deltakv", **more), budget, 2, prompt=prompt)
+    modules, step = make_contexts(make_double("short"), choice_of("deltakv", **more), budget, 2, prompt=prompt)
     for tokens in (CHUNK + 6, 30 if budget == 0.02 else 12):
         answers = [list(context.generate(tokens, Sampling(), frozenset(), True)) for context in (modules, step)]
         assert torch.equal(*map(torch.stack, answers)) and step.decoding == "graph"
@@ -546,7 +546,7 @@ def test_few_candidates_are_chosen_among_as_by_the_modules(prompt, budget):
 
 def test_counts_of_rows_attended_to_are_exact():
     """A batch of 32 heads reads 2^24 rows together at 524,288 rows a head, and float32 counts no further."""
-    _, step = make_contexts(tiny("llama"), choice_of("quest", page=4, dense_layers=0))
+    _, step = make_contexts(tiny("short"), choice_of("quest", page=4, dense_layers=0))
     with torch.no_grad():
         reader = make_reader(step.weights, step.own_layers, 8, 20, None)
         rows = ReadRows(step.weights, [step.own_layers], 8, reader)
@@ -563,19 +563,19 @@ def test_rows_grow_to_the_size_that_an_answer_is_cut_to(interval, monkeypatch):
     own = GraphDecoder.__init__
     monkeypatch.setattr(GraphDecoder, "__init__", lambda *args: (made.append(*map(type, args[2].kinds)), own(*args))[1])
     choice = choice_of("keydiff", decoding=True, decode_interval=interval, decode_size=95)
-    modules, step = make_contexts(tiny("llama"), choice, 1.0)
+    modules, step = make_contexts(tiny("short"), choice, 1.0)
     answers = [list(context.generate(50, Sampling(), frozenset())) for context in (modules, step)]
     assert torch.equal(*map(torch.stack, answers))
     assert made == [AppendedRows, ReplacedRows if interval == 1 else FixedQuotaRows]
     assert_same(modules, step)
-    modules, step = make_contexts(tiny("llama"), choice, 1.0)
+    modules, step = make_contexts(tiny("short"), choice, 1.0)
     for context in (modules, step):  # ended before the first cut that takes anything
         list(context.generate(33, Sampling(), frozenset()))
     assert_same(modules, step)
 
 
 def test_nothing_is_cut_at_a_full_budget():
-    modules, step = make_contexts(tiny("llama"), choice_of("keydiff"), 1.0)
+    modules, step = make_contexts(tiny("short"), choice_of("keydiff"), 1.0)
     answers = [list(context.generate(20, Sampling(), frozenset())) for context in (modules, step)]
     assert torch.equal(*map(torch.stack, answers)) and step.decoding == "graph"
     assert_same(modules, step)
@@ -584,7 +584,7 @@ def test_nothing_is_cut_at_a_full_budget():
 @pytest.mark.parametrize("allocator", ["uniform", only_in_full("ada")])
 def test_scores_that_are_no_numbers_raise_at_their_token(allocator, monkeypatch):
     choice = choice_of("keydiff", allocator)
-    _, step = make_contexts(tiny("llama"), choice)
+    _, step = make_contexts(tiny("short"), choice)
     score, calls = type(choice.method).score, []
 
     def broken(self, *args):
@@ -608,7 +608,7 @@ def test_scores_that_are_no_numbers_raise_at_their_token(allocator, monkeypatch)
     ids=["one row", "fewer rows than sinks", "as many rows as recent ones"],
 )
 def test_rows_are_merged_where_hardly_any_is_left(settings, budget):
-    modules, step = make_contexts(make_double("llama"), choice_of("centroidkv", **settings, decode_interval=5), budget)
+    modules, step = make_contexts(make_double("short"), choice_of("centroidkv", **settings, decode_interval=5), budget)
     for tokens in (CHUNK + 6, 9):  # each ends between two cuts
         answers = [list(context.generate(tokens, Sampling(), frozenset())) for context in (modules, step)]
         assert torch.equal(*map(torch.stack, answers)) and step.decoding == "graph"
@@ -618,7 +618,7 @@ def test_rows_are_merged_where_hardly_any_is_left(settings, budget):
 
 
 def test_keys_that_are_no_numbers_raise_what_the_modules_raise():
-    model, errors = make_fresh("llama"), []
+    model, errors = make_fresh("short"), []
     both = make_contexts(model, choice_of("centroidkv", decode_interval=5, **MERGING))
     model.model.layers[1].self_attn.k_proj.weight.data.fill_(torch.nan)
     for context in both:
@@ -651,7 +651,7 @@ def test_a_cut_that_leaves_a_wrong_number_of_rows_raises_as_in_the_modules(more,
     method = Miscounting("miscounting", decoding=True, decode_interval=5, more=more)
     rest = choice_of("knorm", allocator)
     found = []
-    for context in make_contexts(tiny("llama"), choose_cache(method, rest.allocator, rest.codec)):
+    for context in make_contexts(tiny("short"), choose_cache(method, rest.allocator, rest.codec)):
         answer, tokens = context.generate(30, Sampling(), frozenset()), []
         with pytest.raises(ContractError, match="a number of rows that differs from the quota of a head"):
             for token in answer:
@@ -662,7 +662,7 @@ def test_a_cut_that_leaves_a_wrong_number_of_rows_raises_as_in_the_modules(more,
 
 @pytest.mark.parametrize("chosen", [APPENDING, CUTTING, *map(only_in_full, (CUTTING_FIVES, WATCHING)), FILLING])
 def test_sampled_tokens_are_the_same_too_and_a_second_answer_continues_the_draws(chosen):
-    both = make_contexts(tiny("llama"), choice_of(**chosen), batch=2)
+    both = make_contexts(tiny("short"), choice_of(**chosen), batch=2)
     sampling, answers = Sampling(0.9, 0.95), []
     for context in both:
         with context.branch():
@@ -680,7 +680,7 @@ def test_what_is_done_again_gives_the_same_bits(chosen):
     """Rows return to the slots in which they lay, so sums are done in the same order."""
     found = []
     for planned in (CHUNK + 5, 3 * CHUNK):  # the second decodes beyond what is read of it
-        _, step = make_contexts(tiny("llama"), choice_of(**chosen), batch=2)
+        _, step = make_contexts(tiny("short"), choice_of(**chosen), batch=2)
         answer = step.generate(planned, Sampling(), frozenset())
         tokens = torch.stack([next(answer) for _ in range(CHUNK + 5)])
         answer.close()
@@ -710,7 +710,7 @@ def test_what_layers_got_stays_when_later_tokens_are_undone(method, heads, budge
 def test_between_two_cuts_a_graph_reads():
     """Of heads of several lengths, which no step cuts."""
     choice = choice_of("knorm", "ada", decoding=True, decode_interval=34)
-    modules, step = make_contexts(tiny("llama"), choice)
+    modules, step = make_contexts(tiny("short"), choice)
     answers = [list(context.generate(75, Sampling(), frozenset())) for context in (modules, step)]
     assert torch.equal(*map(torch.stack, answers)) and step.decoding == "graph"
     assert all(layer.tally.evicted.float().mean() > 60 for layer in step.own_layers)  # the prompt's cut and two more
@@ -719,7 +719,7 @@ def test_between_two_cuts_a_graph_reads():
 
 @pytest.mark.parametrize(("chosen", "rows"), [(APPENDING, 19), (CUTTING, 1), (CUTTING_FIVES, 5), (WATCHING, 5)])
 def test_room_for_an_answer_is_counted_before_it_begins(chosen, rows):
-    for context in make_contexts(tiny("llama"), choice_of(**chosen)):
+    for context in make_contexts(tiny("short"), choice_of(**chosen)):
         context.reserve(20)
         assert context.bytes().headroom == rows * sum(layer.token_bytes for layer in context.own_layers)
         assert len(list(context.generate(20, Sampling(), frozenset()))) == 20
@@ -767,7 +767,7 @@ def test_frequencies_that_follow_the_longest_place_are_left_to_the_modules():
 
 def test_rows_in_the_order_of_the_text_are_copied_as_any_others(monkeypatch):
     """`take_in_order` leaves what `take_rows` leaves, each called twice."""
-    [_, context] = make_contexts(make_double("llama"), choice_of(method="keydiff", decoding=True))
+    [_, context] = make_contexts(make_double("short"), choice_of(method="keydiff", decoding=True))
     plan = find_answer_quotas(context.own_layers, [18, 18])
     found = []
     for fast in (True, False):
@@ -800,6 +800,6 @@ def test_what_a_reader_reads_beside_attention_lasts_until_it_is_read(monkeypatch
     monkeypatch.setattr(deltakv, "top_k_of_heads", watch)
     monkeypatch.setattr(Beside, "settle", look)
     more = {"full_layers": [0], "depth": None, "sinks": 3, "recent": 8}
-    _, step = make_contexts(make_double("llama"), choice_of("deltakv", **more), 0.3, 2, prompt=60)
+    _, step = make_contexts(make_double("short"), choice_of("deltakv", **more), 0.3, 2, prompt=60)
     list(step.generate(9, Sampling(), frozenset(), True))
     assert len(alive) >= 8 and all(alive)

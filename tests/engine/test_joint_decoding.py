@@ -62,8 +62,8 @@ def choose(method, allocator="uniform", codec="raw", **more):
     from kvbench.engine.compressed_cache import choose_cache
     from tests.support.method_files import build_policy
 
-    made = {"delta": lambda: build_delta("llama"), "palu": lambda: build_palu(find_palu("llama"))}
-    own = build_policy(method, allocator, "llama", "raw" if codec in made else codec, **more)
+    made = {"delta": lambda: build_delta("short"), "palu": lambda: build_palu(find_palu("short"))}
+    own = build_policy(method, allocator, "short", "raw" if codec in made else codec, **more)
     return choose_cache(*own[:2], made[codec]() if codec in made else own[2])
 
 
@@ -107,7 +107,7 @@ def assert_read_alike(pairs) -> None:
 
 @pytest.mark.parametrize("kinds", [*GROUPS, only_in_full(tuple(KINDS))], ids=len)
 def test_every_kind_of_rows_answers_with_the_others(kinds):
-    pairs = make_pairs(make_double("llama"), kinds, [60 + 7 * number for number in range(len(kinds))])
+    pairs = make_pairs(make_double("short"), kinds, [60 + 7 * number for number in range(len(kinds))])
     for tokens in (CHUNK + 3, 8):
         answer_all(pairs, tokens=tokens)
         for modules, own in pairs:
@@ -123,7 +123,7 @@ def test_every_kind_of_rows_answers_with_the_others(kinds):
 )
 def test_given_tokens_are_read_side_by_side_and_stay(kinds, branches):
     """An answer attends to them, also in a branch, where other answers leave no rows."""
-    pairs, question = make_pairs(make_double("llama"), kinds), ids(CHUNK + 2, 7)
+    pairs, question = make_pairs(make_double("short"), kinds), ids(CHUNK + 2, 7)
     drawn = pairs[0][1].drawn
     with ExitStack() as stack:
         for context in chain(*pairs) if branches else ():
@@ -142,7 +142,7 @@ def test_given_tokens_are_read_side_by_side_and_stay(kinds, branches):
 def test_contexts_whose_rows_only_grow_share_a_call(monkeypatch):
     """They stand between others, on prompts of several lengths, and are of several samples."""
     pairs = make_pairs(
-        make_double("llama"), ["columns", "snapkv", "a cut at each token", "full", "uneven heads"],
+        make_double("short"), ["columns", "snapkv", "a cut at each token", "full", "uneven heads"],
         [60, 75, 41, 66, 90], [1, 3, 2, 1, 2],
     )  # fmt: skip
     calls = []
@@ -195,7 +195,7 @@ def pieces(monkeypatch):
 @pytest.mark.parametrize("method", choose_quick(CUTTING, *QUICK))
 def test_contexts_that_cut_at_every_token_share_their_calls(pieces, method):
     """They differ in budget, prompt and samples, and other contexts stand between them."""
-    model = make_double("llama")
+    model = make_double("short")
     pairs = make_cutting_pairs(model, method, CONTEXTS)
     pairs[1:1] = make_pairs(model, ["snapkv"])
     pairs[3:3] = make_cutting_pairs(model, "tova", [(0.3, 60, 1)], recent=3)
@@ -208,7 +208,7 @@ def test_contexts_that_cut_at_every_token_share_their_calls(pieces, method):
 @pytest.mark.parametrize("method", ["h2o", only_in_full("keydiff"), "sink"])
 def test_contexts_that_share_their_calls_end_on_their_own(pieces, method, contexts):
     """Then they read tokens together that stay."""
-    pairs = make_cutting_pairs(make_double("llama"), method, contexts)
+    pairs = make_cutting_pairs(make_double("short"), method, contexts)
     ends = [{"after": after} for after in (None, CHUNK + 3, 5, None)[: len(pairs)]]
     answer_all(pairs, ends, tokens=2 * CHUNK + 4)
     assert_read_alike(pairs)
@@ -217,7 +217,7 @@ def test_contexts_that_share_their_calls_end_on_their_own(pieces, method, contex
 
 
 def test_contexts_with_other_settings_or_layers_do_not_share_calls(pieces):
-    model = make_double("llama")
+    model = make_double("short")
     pairs = make_cutting_pairs(model, "knorm", LIKE) + make_cutting_pairs(model, "knorm", LIKE[:1], skip_layers=[])
     pairs += make_pairs(model, ["streaming heads", "streaming heads", "columns"])
     assert_alike(pairs, tokens=8)
@@ -225,7 +225,7 @@ def test_contexts_with_other_settings_or_layers_do_not_share_calls(pieces):
 
 
 def test_a_score_that_is_not_a_number_stops_all_contexts_of_its_batch(pieces, monkeypatch):
-    pairs = make_cutting_pairs(make_fresh("llama"), "keydiff", CONTEXTS)
+    pairs = make_cutting_pairs(make_fresh("short"), "keydiff", CONTEXTS)
     score = KeyDiff.score
 
     def fail(self, observation, rows, state):
@@ -251,7 +251,7 @@ def test_samples_of_a_batch_and_windows():
 def test_answers_end_on_their_own(count, after):
     """One answer ends by itself, another one is ended, and the others go on. Then all answer again."""
     names = ["a cut at each token", "snapkv", "packed", "pages", "columns", "rolling positions"][:count]
-    pairs = make_pairs(make_double("llama"), names)
+    pairs = make_pairs(make_double("short"), names)
     with pairs[0][0].branch():
         free = run_alone(tell(pairs[0][0], LONGEST)).flatten().tolist()
     stop = next(token for place, token in enumerate(free) if place >= after and token not in free[:place])
@@ -262,14 +262,14 @@ def test_answers_end_on_their_own(count, after):
 
 
 def test_each_answer_draws_its_own_tokens():
-    pairs = make_pairs(make_double("llama"), ["full", "snapkv", "a cut at each token"])
+    pairs = make_pairs(make_double("short"), ["full", "snapkv", "a cut at each token"])
     for sampling in (Sampling(1.0), Sampling(0.7, 0.9)):
         answer_all(pairs, tokens=CHUNK + 4, sampling=sampling)
     answer_all(pairs, [{"sampling": own} for own in (Sampling(), Sampling(1.0), Sampling(0.5))], tokens=CHUNK + 4)
 
 
 def test_what_cannot_join_answers_alone():
-    model = make_double("llama")
+    model = make_double("short")
     names = ["snapkv", "full", "uneven heads"]
     pairs = make_pairs(model, names)
     pairs += [make_contexts(model, choose("tova", decoding=True, decode_interval=5))]  # needs two graphs
@@ -287,7 +287,7 @@ def test_what_cannot_join_answers_alone():
 
 
 def test_contexts_that_would_append_to_the_same_memory_take_turns_or_get_their_own():
-    model = make_double("llama")
+    model = make_double("short")
     chosen = [("full", {}), ("quest", {"page": 4, "dense_layers": 1}), ("full", {}), ("snapkv", {})]
     budgets = [Budget(1.0), Budget(0.3), Budget(1.0), Budget(0.3)]
     contexts = [
@@ -332,7 +332,7 @@ def find_joined(contexts) -> list[int]:
 
 
 def test_an_error_ends_all_sessions_and_changes_nothing(monkeypatch):
-    pairs = make_pairs(make_fresh("llama"), ["snapkv", "a cut at each token", "full"])
+    pairs = make_pairs(make_fresh("short"), ["snapkv", "a cut at each token", "full"])
     before = [(own.seen, [layer.rows.longest_head for layer in own.own_layers]) for _, own in pairs]
     score, calls = KeyDiff.score, []
 
@@ -358,7 +358,7 @@ def test_an_error_ends_all_sessions_and_changes_nothing(monkeypatch):
 
 def test_the_memory_of_every_forgotten_answer_is_counted():
     """The first answer stays, and leaves rows that the cache's meter does not know in full."""
-    [[_, context]] = make_pairs(make_double("llama"), ["snapkv"])
+    [[_, context]] = make_pairs(make_double("short"), ["snapkv"])
     run_alone(tell(context, 40, after=12))  # memory for 28 tokens is left
     peaks = []
     for _ in range(3):

@@ -57,6 +57,7 @@ def without_head_dim(query: int, kv: int) -> dict:
 SLIDING = 16
 BUILD: dict[str, Callable[[], torch.nn.Module]] = {
     "llama": lambda: LlamaForCausalLM(LlamaConfig(**COMMON, **heads(6, 2), num_hidden_layers=3)),
+    "short": lambda: LlamaForCausalLM(LlamaConfig(**COMMON, **heads(6, 2), num_hidden_layers=2)),
     "wide": lambda: LlamaForCausalLM(LlamaConfig(**COMMON, **heads(4, 2, 64), num_hidden_layers=2)),
     "llama3": lambda: LlamaForCausalLM(
         LlamaConfig(**COMMON, **heads(4, 4), num_hidden_layers=2, rope_parameters=LLAMA3)
