@@ -16,8 +16,8 @@ TESTED = [
     if re.search("^def ahead", path.read_text(), re.MULTILINE)
 ]
 MODULES = [module.__name__ for module in TESTED]
-PARTS = 8
-"""Of the modules; each takes about half a second."""
+PARTS = 4
+"""Of the modules; each takes about a second, of which a fifth goes to importing Triton anew."""
 
 
 def list_launched() -> set[str]:
