@@ -35,6 +35,7 @@ from tests.support.tiny_models import distinct, ids, tiny
 
 BLOCKS = (None, 1, 7, 128)
 MODELS = ("llama", "qwen3", "mistral", "gemma3")
+OTHER = 21  # the seed of a second prompt
 BUDGETS = (0.2, 0.5, 13)  # of 30 tokens at least 6 rows: of two keys, both are equally near their mean
 CLOSE = dict(rtol=2e-4, atol=2e-4)  # float32 against another order of the same sums; logits have a spread of about 1
 
@@ -241,6 +242,14 @@ def trace(case: Case) -> Trace:
 
 
 @cache
+def read_other(case: Case) -> GenerationContext:
+    """Another prompt of the case, read once by a set-up of its own. Tests branch before they read on."""
+    context = context_of(case)
+    context.prefill(distinct(case.tokens, OTHER))
+    return context
+
+
+@cache
 def own_logits(model: str, tokens: int, more: int = 9) -> torch.Tensor:
     """(tokens + more, vocab) of transformers' own attention."""
     everything = torch.cat([prompt_of(tokens), ids(more, seed=2)], 1)
@@ -388,18 +397,16 @@ def test_law_4_no_state_leaks(case):
 
     def answer(context: GenerationContext) -> tuple:
         logits = context.logits.tolist()
-        tokens = torch.stack(list(context.generate(4, Sampling(temperature=1.0), frozenset())))
-        return logits, tokens.tolist(), {key: rows.places.tolist() for key, rows in note_rows(context).items()}
+        with context.branch():
+            tokens = torch.stack(list(context.generate(3, Sampling(temperature=1.0), frozenset())))
+            rows = {key: own.places.tolist() for key, own in note_rows(context).items()}
+        return logits, tokens.tolist(), rows
 
-    alone = trace(case).context
-    with alone.branch():
-        expected = answer(alone)
-    choice, found = case.choice, []
-    for prompt in (ids(case.tokens, seed=11), case.prompt):
-        context = context_of(case, choice=choice)
-        context.prefill(prompt)
-        found.append(answer(context))
-    assert found[1] == expected != found[0]
+    before = read_other(case)
+    found = [answer(before)]
+    context = context_of(case, choice=before.choice)
+    context.prefill(case.prompt)
+    assert answer(context) == answer(trace(case).context) != found[0]
 
 
 @each_case(SELECTED, CASES)
@@ -458,26 +465,19 @@ def test_law_6_blocks_without_eviction_equal_one_shot(case):
 def test_law_7_a_batch_gives_what_its_samples_give_alone(case):
     """Exactly through the interface; and the engine's own batched path, as GPUs use it, keeps the same rows."""
     model = tiny(case.model)
-    text = torch.cat([distinct(case.tokens + 3, seed) for seed in (1, 21)])
+    text = torch.cat([distinct(case.tokens + 3, seed) for seed in (1, OTHER)])
     both, more = text.split([case.tokens, 3], dim=1)
     assert torch.equal(both[:1], case.prompt)
 
-    def read(
-        prompts: torch.Tensor, more: torch.Tensor
-    ) -> tuple[kvbench.engine.compressed_cache.CompressedCache, torch.Tensor]:
-        held = kvbench.prefill(
-            model, prompts, case.method, case.budget, case.block, case.allocator, method_args=case.args
-        )
-        return held, held.extend(more)
-
-    batch, extended = read(both, more)
-    together, first = context_of(case, batch=2), trace(case).context
+    batch = kvbench.prefill(model, both, case.method, case.budget, case.block, case.allocator, method_args=case.args)
+    extended = batch.extend(more)
+    together, contexts = context_of(case, batch=2), [trace(case).context, read_other(case)]
     assert together.prefill(both).shape == batch.logits.shape
     at_once = together.extend(more)
-    with first.branch():
+    with contexts[0].branch(), contexts[1].branch():
         alone = [
-            (kvbench.engine.compressed_cache.CompressedCache([first]), first.extend(more[:1])),
-            read(both[1:], more[1:]),
+            (kvbench.engine.compressed_cache.CompressedCache([context]), context.extend(its))
+            for context, its in zip(contexts, more.split(1), strict=True)
         ]
         for sample, (held, its) in enumerate(alone):
             assert torch.equal(extended[sample], its[0]) and torch.equal(batch.logits[sample], held.logits[0])
