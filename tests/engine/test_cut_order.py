@@ -86,7 +86,7 @@ def read(model: torch.nn.Module, choice: CachePolicy, stepped: bool) -> Generati
 
 @pytest.mark.parametrize("change", ORDERS)
 def test_every_path_of_a_cut_follows_the_order(change, monkeypatch):
-    model = make_fresh("llama")
+    model = make_fresh("short")
     order, (sinks, recents) = ORDERS[change], PROTECTED.get(change, (3, 6))
     for interval in (1, 5):
         method = Numbered("numbered", sinks=sinks, recents=recents, decoding=True, decode_interval=interval)

@@ -222,7 +222,7 @@ def test_a_context_that_nobody_has_is_freed_at_once(kind):
     while contexts:
         context = contexts.pop()
         with context.branch():
-            list(context.generate(10, GREEDY, frozenset()))
+            list(context.generate(WORTH, GREEDY, frozenset()))
         layer = weakref.ref(context.own_layers[0])
         gc.disable()
         try:

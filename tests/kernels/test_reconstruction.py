@@ -215,7 +215,10 @@ def test_sinks_and_caps(case):
     given = queries, listed, draw_expansion(case, listed), made.rows, cos, sin, step, 0.4
     plain, found, expected = (
         attend_compressed(*given, norm=norm, extras=extras, implementation=name).double()
-        for name, extras in [("reference", None), *((name, SoftmaxExtras(sinks, 0.7)) for name in ("triton", "reference"))]
+        for name, extras in [
+            ("reference", None),
+            *((name, SoftmaxExtras(sinks, 0.7)) for name in ("triton", "reference")),
+        ]
     )
     bound = {torch.float32: 1e-5, torch.float16: 2**-8, torch.bfloat16: 2**-4}[case.dtype]
     torch.testing.assert_close(found, expected, rtol=bound, atol=bound)

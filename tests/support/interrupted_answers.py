@@ -1,5 +1,7 @@
 """What tests of decode paths do to an answer that is under way, whatever rows it reads."""
 
+from contextlib import closing
+
 import torch
 from torch import Tensor
 
@@ -10,9 +12,11 @@ from tests.support.tiny_models import ids
 
 def answer_both(contexts: tuple[GenerationContext, GenerationContext], end: int, read_last: bool) -> None:
     """Let two contexts answer until a token that both generate first behind `end` others, and compare the answers."""
-    with contexts[0].branch():
-        free = torch.stack(list(contexts[0].generate(end + 12, Sampling(), frozenset()))).flatten().tolist()
-    stop = next(iter(token for token in free[end:] if token not in free[:end]))
+    free: list[int] = []
+    with contexts[0].branch(), closing(contexts[0].generate(end + 12, Sampling(), frozenset())) as answer:
+        while len(free) <= end or free[-1] in free[:end]:
+            free.append(int(next(answer)))
+    stop = free[-1]
     answers = [list(context.generate(40, Sampling(), frozenset([stop]), read_last)) for context in contexts]
     assert torch.equal(*map(torch.stack, answers))
 
