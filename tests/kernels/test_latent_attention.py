@@ -265,7 +265,7 @@ def expect_tokens(case: Case) -> list[torch.Tensor]:
 
 
 EXTRAS = ("one group, odd numbers", "biases and norms", "3 bits, uneven")
-"""Cases that read sinks and caps in every way: of groups and samples, beside biases, and of tiles that programs share."""
+"""Cases that read sinks and caps in every way: of groups and samples, beside biases, of heads that hold other rows."""
 
 
 @pytest.mark.parametrize(

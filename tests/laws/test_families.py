@@ -37,7 +37,7 @@ from tests.support.selection import choose_quick
 
 RAW = Codec("raw")
 SHARE = 0.3  # of the rows stay
-TOKENS = 4  # of a generated answer
+TOKENS = 3  # of a generated answer
 SHIFT = 7  # positions
 
 LEFT_OUT: dict[str, Callable[[Any], object]] = {  # by the field of a text decoder's configuration
