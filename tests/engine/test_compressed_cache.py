@@ -52,8 +52,8 @@ from tests.support.tiny_models import (
     tiny,
 )
 
-BUILT = {method: build_policy(method, "uniform", "llama") for method in list_choices("method")}
-ALLOCATORS = {allocator: build_policy("full", allocator, "llama")[1] for allocator in list_choices("allocator")}
+BUILT = {method: build_policy(method, "uniform", "short") for method in list_choices("method")}
+ALLOCATORS = {allocator: build_policy("full", allocator, "short")[1] for allocator in list_choices("allocator")}
 CHOICES = {
     (method, own): [BUILT[method][0], ALLOCATORS[own], BUILT[method][2]] for method, own in product(BUILT, ALLOCATORS)
 }
@@ -213,13 +213,13 @@ def test_defaults_are_the_full_cache():
 
 @each_method
 def test_a_prompt_shorter_than_the_budget_is_not_cut(method, allocator):
-    args = make_tiny_method_args(method, "llama") | hold_all(method)
+    args = make_tiny_method_args(method, "short") | hold_all(method)
     for block in blocks_for(method, None, 10):
         size = budget_for(method, 20)
-        held = kvbench.prefill(tiny("llama"), ids(20), method, size, block, allocator, method_args=args)
+        held = kvbench.prefill(tiny("short"), ids(20), method, size, block, allocator, method_args=args)
         assert all(own == list(range(20)) for own in places(held).values())
         size = budget_for(method, 10**9)
-        held = kvbench.prefill(tiny("llama"), ids(20), method, size, block, allocator, method_args=args)
+        held = kvbench.prefill(tiny("short"), ids(20), method, size, block, allocator, method_args=args)
         assert held.evicted(0, 0) == 0
 
 
@@ -251,11 +251,11 @@ def test_a_prompt_of_one_token(method, allocator, budget, block):
 @pytest.mark.parametrize("block", [None, 1, 7])
 @each_method
 def test_a_quota_of_one(method, allocator, block):
-    args = make_tiny_method_args(method, "llama")
+    args = make_tiny_method_args(method, "short")
     if block not in blocks_for(method, None, 1, 7):
         return
     size = budget_for(method, 0.001)
-    held = kvbench.prefill(tiny("llama"), distinct(16), method, size, block, allocator, method_args=args)
+    held = kvbench.prefill(tiny("short"), distinct(16), method, size, block, allocator, method_args=args)
     if not holds_all(method) and size is not None:
         assert {len(own) for own in places(held).values()} == {1}
     assert held.extend(ids(3)).isfinite().all()
@@ -267,8 +267,8 @@ def test_a_quota_of_one(method, allocator, block):
 @pytest.mark.parametrize("quota", [2, 3, 5])
 def test_more_protected_rows_than_quota_shrink_to_it(method, quota):
     """Sinks from the first on, else the newest first, one row free; the numbers protected and given up are noted."""
-    args = make_tiny_method_args(method, "llama")
-    held = kvbench.prefill(tiny("llama"), distinct(60), method, budget_for(method, quota), method_args=args)
+    args = make_tiny_method_args(method, "short")
+    held = kvbench.prefill(tiny("short"), distinct(60), method, budget_for(method, quota), method_args=args)
     if holds_all(method) or own_law(method):
         return
     assert {len(own) for own in places(held).values()} == {quota}
@@ -369,7 +369,7 @@ def test_other_dtypes_give_the_models_own_logits(name, dtype):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("name", ["llama", only_in_full("gemma3")])
+@pytest.mark.parametrize("name", ["short", only_in_full("gemma3")])
 @each_method
 def test_methods_in_other_dtypes(method, allocator, name, dtype):
     """Every method runs and holds what it should."""
@@ -990,7 +990,7 @@ def test_reserved_memory_is_not_saved(tmp_path):
 
 @each_method
 def test_any_method_can_be_saved(method, allocator, tmp_path):
-    held = kvbench.prefill(tiny("llama"), ids(30), CHOICES[method, allocator][0], budget_for(method, 0.4),
+    held = kvbench.prefill(tiny("short"), ids(30), CHOICES[method, allocator][0], budget_for(method, 0.4),
                            allocator=CHOICES[method, allocator][1])  # fmt: skip
     loaded = save_and_load(held, tmp_path / "held.safetensors")
     assert torch.equal(loaded.extend(ids(3)), held.extend(ids(3)))
