@@ -185,17 +185,18 @@ def format_planned(section: Section) -> list[str]:
 def describe_separation(section: Section, margin: float) -> list[str]:
     """Return sentences about each budget: which pairs of a class differ, which cells may be best, which lose little.
 
-    The cells that are compared with the full cache are the evicting ones, or all if there are none. Budgets of which
-    the same can be said share a sentence.
+    Budgets and classes without evicting cells are left out if the section has any. Budgets of which the same can be
+    said share a sentence.
     """
     budgets_by_text: dict[str, list[str]] = {}
-    for budget in list_budgets(section.cells):
+    chosen = section.list_cells(EVICTING) or list_methods(section.cells)
+    for budget in list_budgets(chosen):
         column = [line for line in list_methods(section.cells) if line["budget"] == budget]
         if len(column) < 2:
             continue
-        ranked = [text for alike in split_classes(column) if (text := describe_ranks(alike))]
-        evicting = [line for line in column if classify(line) == EVICTING]
-        compared = compare_to_full(evicting or column, section.full, margin)
+        classes = [alike for alike in split_classes(column) if any(line in chosen for line in alike)]
+        ranked = [text for alike in classes if (text := describe_ranks(alike))]
+        compared = compare_to_full([line for line in column if line in chosen], section.full, margin)
         budgets_by_text.setdefault(" ".join([*ranked, compared]), []).append(format_budget(budget))
     return [f"**{name_budgets(budgets)}.** {text}" for text, budgets in budgets_by_text.items()]
 

@@ -70,9 +70,12 @@ def test_only_cells_of_like_bytes_are_ranked_together():
         *("1 to 2 of 3", "1 to 2 of 3", "3 of 3", ""),
     ]
     packed = [make_line(f"{label} · int4", 0.2, 89.0, codec="int4", low=-1.0) for label in ("tova", "sink")]
-    packed = rank(packed, (1, 2), (1, 2), name="6.0% of the bytes")
-    assert "None of 4 cells is shown to lose" in describe_separation(split(*ranked, *packed), 3.0)[0]
-    assert "2 of 2 cells are shown to lose" in describe_separation(split(*packed), 3.0)[0]
+    packed = rank([line | {"bytes_held": 0.06} for line in packed], (1, 2), (1, 2), name="6.0% of the bytes")
+    larger = [line | {"budget": 0.5, "hash": f"{line['hash']} more"} for line in packed]
+    [sentence] = describe_separation(split(*ranked, *packed, *larger), 3.0)
+    assert "None of 4 cells is shown to lose" in sentence and "6.0%" not in sentence  # no class of evicting cells
+    [sentence] = describe_separation(split(*packed), 3.0)
+    assert "at 6.0% of the bytes" in sentence and "2 of 2 cells are shown to lose" in sentence
     older = [make_older(line) for line in ranked]
     [sentence] = describe_separation(split(*older), 3.0)
     assert "pairs of cells" not in sentence and [format_ranks(line) for line in older] == [""] * 4
