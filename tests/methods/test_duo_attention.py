@@ -204,8 +204,9 @@ def test_other_allocators_are_refused():
         kvbench.prefill(tiny("llama"), ids(20), "duo_attention", 0.5, allocator="ada", method_args=args)
 
 
-def test_a_pattern_made_from_kvzips_head_scores(tmp_path, capsys):
+def test_a_pattern_made_from_kvzips_head_scores(tmp_path, capsys, monkeypatch):
     """Where none was trained: written as published, its origin in config.json, and taken by the method."""
+    monkeypatch.setattr(calibrate, "ESSAYS", 1)
     out = tmp_path / "pattern"
     command = ["duo_attention", "--model", "reference", "--out", str(out), "--device", "cpu"]
     assert calibrate.main([*command, "--length", "96", "--sinks", "2", "--recent", "9"]) == 0
