@@ -2,11 +2,14 @@
 
 import hashlib
 import json
+import pickle
 import random
 import re
 import sys
 import zipfile
+from collections.abc import Iterator
 from difflib import SequenceMatcher
+from functools import cache
 from importlib.util import module_from_spec, spec_from_file_location
 from itertools import groupby
 from pathlib import Path
@@ -27,7 +30,7 @@ from kvbench.models.embedded import REFERENCE
 from kvbench.runs.prompt import encode
 from kvbench.runs.spec import RunSpec
 from kvbench.tasks.lm_eval.loader import PACKAGE
-from kvbench.tasks.longbench import chinese, task
+from kvbench.tasks.longbench import chinese, miniature, task
 from kvbench.tasks.longbench.chinese import load_cutter
 from kvbench.tasks.longbench.miniature import make_rows
 from kvbench.tasks.longbench.prompts import load_official_prompt
@@ -52,6 +55,19 @@ def dictionary() -> None:
     load_cutter()
 
 
+@cache
+def pack_rows(name: str) -> bytes:
+    return pickle.dumps(list(make_rows(name)))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def each_subtask_of_the_miniature_is_made_once() -> Iterator[None]:
+    """Tests are given copies."""
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.setattr(miniature, "make_rows", lambda name: iter(pickle.loads(pack_rows(name))))
+        yield
+
+
 @pytest.fixture(scope="module")
 def every() -> list[Sample]:
     return samples(subtasks="all21")
@@ -62,7 +78,7 @@ def folder(tmp_path) -> Path:
     """The miniature as files."""
     (tmp_path / "copy" / "data").mkdir(parents=True)
     for name in NAMES:
-        lines = "".join(json.dumps(row) + "\n" for _, row in make_rows(name))
+        lines = "".join(json.dumps(row) + "\n" for _, row in miniature.make_rows(name))
         (tmp_path / "copy" / "data" / f"{name}.jsonl").write_text(lines)
     return tmp_path / "copy"
 
