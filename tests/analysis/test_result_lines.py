@@ -258,6 +258,7 @@ def test_a_file_gives_back_what_was_written(runs):
     assert format_lines(again) == format_lines(lines)
     assert [own["hash"] for own in again] == [own["hash"] for own in lines]
     assert again[0]["difference"] is None and again[1]["score"] == round(lines[1]["score"], 4)
+    assert "-0.0" not in format_lines([{"difference": -1e-9}])
 
 
 def test_a_run_without_its_full_cache_is_refused(runs):
