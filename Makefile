@@ -27,12 +27,12 @@ setup: .venv/ready
 	@$(PYTHON) make_venv.py .venv requirements.lock $$(command -v nvidia-smi >/dev/null && echo requirements-gpu.lock)
 	@touch $@
 
-# Add to .venv what tests, linters and types need.
+# Make .venv from requirements-test.lock: also what tests, linters and types need.
 setup-tests: .venv/ready-for-tests
 
-.venv/ready-for-tests: requirements-test.lock .venv/ready
+.venv/ready-for-tests: requirements-test.lock requirements.lock requirements-gpu.lock
 	@$(PYTHON) make_venv.py .venv requirements-test.lock
-	@touch $@
+	@touch .venv/ready $@
 
 # Run one cell, which ARGS describes: ARGS="method=snapkv budget=0.1 task=ruler limit=5".
 run: setup
