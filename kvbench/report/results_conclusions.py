@@ -9,6 +9,7 @@ with most samples a cell. What the lines do not show is said to be not shown; wh
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import combinations
+from math import inf
 from typing import NamedTuple
 
 from kvbench.analysis.byte_classes import SPREAD
@@ -642,7 +643,7 @@ def describe_hidden_settings(visible: Section, paired: Sequence[Section]) -> str
         if section.part == visible.part and place == (visible.model, visible.task, "hidden", *visible.protocol[3:]):
             pairs = pair_settings(section)
             differ = sum(each.sign != 0 for each in pairs)
-            unequal = len(section.planned) - len(pairs)
+            unequal = len(pair_settings(section, inf)) - len(pairs)
             rest = f"; in the other {unequal}, the bytes differ by more than {say_percent(EQUAL)}" if unequal else ""
             return f" With the question hidden, {differ} of {len(pairs)} such comparisons show a difference{rest}."
     return ""
@@ -669,14 +670,19 @@ def describe_spread(spread: Spread) -> str:
     return f"{spread.apart} of `{name}` ({join_words(scores, 'and')})"
 
 
-def pair_settings(section: Section) -> list[CellComparison]:
-    """Return the planned comparisons of two cells of one method, budget and similar bytes whose files are the same."""
+def pair_settings(section: Section, spread: float = EQUAL) -> list[CellComparison]:
+    """Return the planned comparisons of two cells of one method, budget and similar bytes whose files are the same.
+
+    Args:
+        section: The section.
+        spread: Share by which their bytes may differ.
+    """
     lines = {line["hash"]: line for line in section.cells}
 
     def is_alike(one: Line, other: Line) -> bool:
         same = all(one[name] == other[name] for name in ("method", "allocator", "codec", "budget"))
         held, files = one["bytes_held"], any("path=" in line["label"] for line in (one, other))
-        return same and not files and abs(other["bytes_held"] - held) <= EQUAL * held
+        return same and not files and abs(other["bytes_held"] - held) <= spread * held
 
     return [each for each in section.planned if is_alike(lines[each.one], lines[each.other])]
 

@@ -246,7 +246,8 @@ def test_settings_of_one_method_are_compared_as_planned():
         " With the question hidden, 2 of 2 such comparisons show a difference. Of 1 pair of files that a method or "
         "codec got from other seeds (part seeds), these are told apart (jointly at 95 %): 1 of `x` (43.0 and 40.0)."
     )
-    unseen.append(CellComparison("h1", "h5", (9.0, 5.0, 14.0), 1))
+    unseen += [CellComparison("h1", other, (9.0, 5.0, 14.0), 1) for other in ("h5", "h6")]  # h5 is of another method
+    hidden[-1]["bytes_held"] = 0.3
     alike = PartNumbers(seeds.lines, [], [CellComparison("s0", "s1", (3.0, -1.0, 7.0), 0)])
     numbers = PartNumbers([*lines, *hidden], [*planned, *unseen], varied)
     told = conclude_presets(split_sections(parts, {"p": numbers, "seeds": alike}), 3.0).text
