@@ -73,7 +73,7 @@ CUTS = {
 QUICK = "fp8", "int4 after the last cut", "fp4, a scale of each sample", "8 levels", "merged rows", "quanto"
 
 
-def read_prompts(cell: tuple, model: str = "short", batch: int = 2) -> tuple[GenerationContext, GenerationContext]:
+def read_prompts(cell: tuple, model: str = "llama", batch: int = 2) -> tuple[GenerationContext, GenerationContext]:
     """Two contexts, of which the second one answers through the step."""
     codec, settings, method, more, allocator = cell
     policy = build_policy(method, allocator, model, **more)
