@@ -31,6 +31,7 @@ MODELS = (
 )  # the real models first; conclusions stand on the first that has lines
 LONG_TASKS = ("ledger", "math500", "aime24", "aime25")  # their answers are long, and methods cut them too
 TURN_TASKS = ("scbench",)  # several questions on one context
+SEEDS = "seeds"  # part whose cells differ in the seeds of their files
 TWICE = ("kvzip", "kvgrad")  # methods that let the model read each prompt twice
 EVICTING, READING, POINT = KINDS = ("evicting", "reading", "point")
 Protocol = tuple[str, str, str, str]  # model, task, question, and what else the cells of a section have in common

@@ -24,6 +24,7 @@ from kvbench.report.results_cells import (
     EVICTING,
     LONG_TASKS,
     POINT,
+    SEEDS,
     TURN_TASKS,
     TWICE,
     BytesPair,
@@ -639,8 +640,7 @@ def conclude_presets(sections: Sequence[Section], margin: float) -> Conclusion |
 def describe_hidden_settings(visible: Section, paired: Sequence[Section]) -> str:
     """Return how many comparisons of settings show a difference if the question is hidden, with a space before it."""
     for section in paired:
-        place = section.model, section.task, section.question, *section.protocol[3:]
-        if section.part == visible.part and place == (visible.model, visible.task, "hidden", *visible.protocol[3:]):
+        if (section.part, section.protocol) == (visible.part, (*visible.protocol[:2], "hidden", visible.protocol[3])):
             pairs = pair_settings(section)
             differ = sum(each.sign != 0 for each in pairs)
             unequal = len(pair_settings(section, inf)) - len(pairs)
@@ -651,7 +651,7 @@ def describe_hidden_settings(visible: Section, paired: Sequence[Section]) -> str
 
 def describe_files(presets: Section, sections: Sequence[Section]) -> str:
     """Return how many files of other seeds change a score of the same model, with a space before it."""
-    known = [each for each in sections if (each.part, each.model) == ("seeds", presets.model)]
+    known = [each for each in sections if (each.part, each.model) == (SEEDS, presets.model)]
     spreads = [spread for section in known for spread in find_spreads(section)]
     if not spreads:
         return ""
@@ -755,7 +755,7 @@ def describe_longest(sections: Sequence[Section]) -> str:
     ordered = sorted(visible, key=lambda section: (find_numbers(section.protocol[3]), -section.samples))
     if not ordered:
         return ""
-    longest = [section for section in ordered if section.protocol == ordered[-1].protocol][0]
+    longest = next(section for section in ordered if section.protocol == ordered[-1].protocol)
     short, long = (section.by_subtask[section.full["hash"]] for section in (ordered[0], longest))
     losses = {subtask: score - long[subtask] for subtask, score in short.items() if subtask in long}
     worst = max(losses, key=lambda subtask: losses[subtask], default=None)

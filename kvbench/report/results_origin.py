@@ -119,13 +119,17 @@ def list_earlier(measured: Iterable[str]) -> list[str]:
 
 def count_planned(part: StudyPart) -> int:
     """Return the number of cells of a part of conf/measured.yaml, without those of the full cache."""
-    return sum(len(expand_cells(sweep)) for sweep in part.list_sweeps(Path("results")))
+    return len(list_planned(part))
+
+
+def list_planned(part: StudyPart) -> list[list[str]]:
+    """Return the overrides of each cell of a part of conf/measured.yaml, without those of the full cache."""
+    return [cell for sweep in part.list_sweeps(Path("results")) for cell in expand_cells(sweep)]
 
 
 def list_planned_methods(part: StudyPart) -> list[str]:
     """Return the names of the methods of a part of conf/measured.yaml."""
-    cells = (cell for sweep in part.list_sweeps(Path("results")) for cell in expand_cells(sweep))
-    chosen = (text.partition("=") for cell in cells for text in cell)
+    chosen = (text.partition("=") for cell in list_planned(part) for text in cell)
     return list(dict.fromkeys(value for name, _, value in chosen if name == "method"))
 
 

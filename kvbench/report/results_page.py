@@ -21,6 +21,7 @@ from kvbench.report.results_cells import (
     LONG_TASKS,
     POINT,
     READING,
+    SEEDS,
     TURN_TASKS,
     Section,
     classify,
@@ -52,7 +53,6 @@ from kvbench.report.results_origin import describe_origin, describe_progress, li
 from kvbench.report.results_pictures import draw_pictures, list_pictures
 from kvbench.report.results_tables import (
     PLANNED,
-    SEEDS,
     format_bytes,
     format_equal_bytes,
     format_gains,
@@ -81,7 +81,7 @@ TITLES = {  # sub-page -> its title, and the question that it answers
     MEASURED: ("What was measured", "By which commands, on which machines, and with which code?"),
 }
 CHANGES_FIRST = (HIDDEN, CODECS)  # sub-pages whose question asks for what a setting changes
-PARTS = {"presets": PRESETS, "seeds": PRESETS}  # parts with a sub-page of their own, whatever their lines say
+PARTS = {"presets": PRESETS, SEEDS: PRESETS}  # parts with a sub-page of their own, whatever their lines say
 FRONT = """\
 # Results
 

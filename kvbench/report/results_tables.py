@@ -24,6 +24,7 @@ from kvbench.report.results_cells import (
     EVICTING,
     POINT,
     READING,
+    SEEDS,
     BytesPair,
     Section,
     Spread,
@@ -60,7 +61,6 @@ from kvbench.report.results_text import (
 
 WIDE = 2  # budgets of a table that shows intervals; tables of more budgets show scores and ranks
 FEW = 3  # methods that a sentence names in any case
-SEEDS = "seeds"  # part whose cells differ in the seeds of their files
 JOINT = " These signs hold together with 95 % confidence."
 MORE = "Scores are higher than without the {} in {{more}} of {{count}} cells and lower in {{less}}"
 CHANGES = {  # key of GAINS -> sentence with the numbers of cells that score less or more
