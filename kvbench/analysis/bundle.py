@@ -6,7 +6,8 @@ A bundle is a zip archive:
     table.csv                            the matrix of scores (kvbench.analysis.score_matrix), six decimal places
     runs/<hash>/run.json, done           the settings of each run, and of the full cache's runs that it is compared with
     runs/<hash>/records.jsonl            its records: answers, scores, hashes, bytes, rows and times
-    runs/<hash>/machine-*.json           machine, versions, revision of the code, and settings to execute samples again
+    runs/<hash>/machine-*.json           machine, versions, revision of the code, and settings to execute samples again;
+                                         one file of those that say the same
 
 Texts of the data set are left out unless they are asked for: targets, questions, and what tasks store of a sample in
 `meta`. Their hashes stay, so the same samples can be recognised. So do the models' answers, which may repeat parts of a
@@ -212,12 +213,14 @@ def pack_run(run: StoredRun, with_texts: bool, left_out: Sequence[str] = ()) -> 
     value = {"format": FOLDER_FORMAT, "hash": run.hash, "value": run.value}
     files = {SETTINGS[FORMAT]: json.dumps(value, indent=1).encode()}
     files["done"] = json.dumps(make_seal(run.records)).encode() + b"\n"
-    for path in sorted(folder.glob("machine*.json")):
+    machines = {}
+    for path in sorted(folder.glob("machine*.json")):  # machine.json is last, so it stands for its equals
         described = json.loads(path.read_text()).items()
         machine: object = {name: part for name, part in described if name not in left_out}
         if not with_texts:
             machine = replace_local_paths(machine)
-        files[path.name] = json.dumps(machine, indent=1).encode()
+        machines[json.dumps(machine, indent=1).encode()] = path.name
+    files |= {name: content for content, name in machines.items()}
     records = [record if with_texts else drop_texts(record) for _, record in sorted(run.records.items())]
     return files | {"records.jsonl": b"".join(map(format_line, records))}
 

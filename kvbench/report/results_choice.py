@@ -4,6 +4,7 @@ Each recommendation names the cells that may be the best (kvbench.report.results
 are too many to name. It stands on the section that `choose_column` finds.
 """
 
+from collections import Counter
 from collections.abc import Sequence
 from functools import partial
 
@@ -21,6 +22,7 @@ from kvbench.report.results_cells import (
     find_front,
     is_kept,
     list_budgets,
+    list_methods,
     sort_by_score,
 )
 from kvbench.report.results_conclusions import (
@@ -47,7 +49,7 @@ from kvbench.report.results_conclusions import (
 )
 from kvbench.report.results_cost import RATIO, CostTable, find_fastest
 from kvbench.report.results_limits import describe_models
-from kvbench.report.results_origin import list_known, list_planned_methods, say_unfinished
+from kvbench.report.results_origin import count_planned_methods, list_known, say_unfinished
 from kvbench.report.results_text import (
     COMMENT,
     format_change,
@@ -125,10 +127,9 @@ def describe_missing(part: str, sections: Sequence[Section]) -> str:
     said = say_unfinished(part, count_cells(sections)[part], list_known())
     if not said:
         return ""
-    measured = {line["method"] for section in sections if section.part == part for line in section.cells}
-    missing = [name for name in list_planned_methods(list_known()[part]) if name not in measured]
-    names = join_words([f"`{name}`" for name in missing], "and") if missing else "some cells"
-    return f"{said} The table lacks {names}."
+    lines = [line for section in sections if section.part == part for line in list_methods(section.cells)]
+    missing = count_planned_methods(list_known()[part]) - Counter(line["method"] for line in lines)
+    return f"{said} Cells of {join_words([f'`{name}`' for name in missing], 'and')} are missing."
 
 
 def format_columns(columns: Sequence[Column], sections: Sequence[Section]) -> list[str]:

@@ -370,7 +370,7 @@ def name_part(section: Section) -> str:
 
 def name_place(section: Section, cells: str) -> str:
     """Return the part, the protocol and the cells that a conclusion stands on."""
-    subtasks = f" of {section.subtasks} subtasks" if section.subtasks else ""
+    subtasks = f" of {section.subtasks} subtasks" if (section.subtasks or 1) > 1 else ""
     about = f"{name_part(section)}, {describe_protocol(section.protocol)}"
     return f"{about}, {section.samples:,} samples{subtasks} a cell: {cells}"
 

@@ -1,6 +1,7 @@
 """Write docs/results-measured.md: what was measured, where, with which code, and what of it is not finished."""
 
 import re
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cache
 from pathlib import Path
@@ -127,10 +128,10 @@ def list_planned(part: StudyPart) -> list[list[str]]:
     return [cell for sweep in part.list_sweeps(Path("results")) for cell in expand_cells(sweep)]
 
 
-def list_planned_methods(part: StudyPart) -> list[str]:
-    """Return the names of the methods of a part of conf/measured.yaml."""
+def count_planned_methods(part: StudyPart) -> Counter[str]:
+    """Return the number of cells of each method of a part of conf/measured.yaml."""
     chosen = (text.partition("=") for cell in list_planned(part) for text in cell)
-    return list(dict.fromkeys(value for name, _, value in chosen if name == "method"))
+    return Counter(value for name, _, value in chosen if name == "method")
 
 
 def describe_unfinished(parts: Mapping[str, Sequence[Line]], known: Mapping[str, StudyPart]) -> str:

@@ -12,7 +12,7 @@ from time import process_time
 import pytest
 
 from kvbench.analysis import bundle, run_labels
-from kvbench.analysis.bundle import MANIFEST, TABLE, verify_bundle, write_bundle
+from kvbench.analysis.bundle import MANIFEST, TABLE, pack_run, verify_bundle, write_bundle
 from kvbench.analysis.score_matrix import build_blocks
 from kvbench.analysis.score_matrix_format import format_csv
 from kvbench.cli import bundle as bundle_command
@@ -93,6 +93,14 @@ def test_settings_with_local_paths_stay_at_home(tmp_path):
     write_run(tmp_path, make_records(0.1, 50), machine=machine, method={"name": "snapkv"}, budget=0.1)
     write_bundle(tmp_path, {}, tmp_path / "own.zip")
     assert not any(b"/home/me" in own for own in unpacked(tmp_path / "own.zip").values())
+
+
+def test_machines_that_say_the_same_are_packed_once(tmp_path):
+    run = write_run(tmp_path, make_records(1.0, 100), machine={"code": "git 0123"}, **FULL)
+    for name, code in (("a", "0123"), ("b", "4567"), ("c", "4567")):
+        (run.folder.path / f"machine-{name}.json").write_text(json.dumps({"code": f"git {code}"}))
+    packed = {name: json.loads(own)["code"] for name, own in pack_run(run, False).items() if "machine" in name}
+    assert packed == {"machine.json": "git 0123", "machine-c.json": "git 4567"}
 
 
 def test_a_table_may_differ_in_the_last_bits(made, monkeypatch):

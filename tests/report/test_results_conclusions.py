@@ -469,7 +469,7 @@ def test_advice_names_what_may_be_best_and_what_was_not_measured():
     ]
     assert "no evidence about how they rank" in " ".join(text.split()) and "not finished" not in text
     part = " ".join(format_choice(split(untuned=make_class(*TIED)), [], 3.0).split())
-    assert "Part untuned is not finished: 3 of its 28 cells of methods were measured. The table lacks `" in part
+    assert "Part untuned is not finished: 3 of its 28 cells of methods were measured. Cells of `snapkv`, `" in part
 
 
 def test_advice_names_the_highest_of_many_cells():
