@@ -20,16 +20,12 @@ Clinical Trials to Establish Effectiveness".
 from collections import Counter
 from collections.abc import Callable, Sequence
 
-from scipy.special import stdtrit
-
-from kvbench.analysis.intervals import TAIL, TOLERANCE
+from kvbench.analysis.intervals import TOLERANCE
 from kvbench.analysis.paired import PairedScores, compare_averages
 
 ERROR = 0.05  # chance that any sign of a table is wrong
 MARGIN = 3.0  # points
 SHARE = 0.1  # of the full cache's score that a margin may be at most
-FREEDOM = 19  # degrees of freedom assumed where only a 95 % interval is known: those of 20 groups
-Interval = tuple[float | None, float | None, float | None]  # value, low, high
 
 
 def sign_changes(averages: Sequence[tuple[Sequence[PairedScores], Sequence[float] | None]]) -> list[int]:
@@ -47,28 +43,6 @@ def sign_changes(averages: Sequence[tuple[Sequence[PairedScores], Sequence[float
         return [sign_interval(change.low, change.high) for change in changes]
 
     return _step_down(len(averages), sign)
-
-
-def sign_known_intervals(intervals: Sequence[Interval]) -> list[int]:
-    """Return what `sign_changes` does where only 95 % intervals are known, as in CSV files of older versions.
-
-    An interval grows to another level like a t interval with FREEDOM degrees of freedom. Few degrees make it wide.
-
-    Args:
-        intervals: (value, low, high) of each change.
-    """
-
-    def sign(places: Sequence[int], tail: float) -> list[int]:
-        growth = float(stdtrit(FREEDOM, tail) / stdtrit(FREEDOM, TAIL))
-        grown: list[tuple[float | None, float | None]] = []
-        for value, low, high in (intervals[place] for place in places):
-            if value is None or low is None or high is None:
-                grown.append((None, None))
-            else:
-                grown.append((value - growth * (value - low), value + growth * (high - value)))
-        return [sign_interval(*ends) for ends in grown]
-
-    return _step_down(len(intervals), sign)
 
 
 def sign_interval(low: float | None, high: float | None) -> int:

@@ -1,8 +1,7 @@
 """Compute a line for each cell of measured runs, from which docs/results.md is made.
 
 Lines are computed from the published part of runs alone (kvbench.store.published_runs): those of a store and those of
-a Parquet file with a row for each sample come by the same functions, and are equal. CSV files hold the lines of parts
-that were measured before samples were published.
+a Parquet file with a row for each sample come by the same functions, and are equal.
 
 A line holds what `kvbench results scores --format csv` says about a run, and beside it
 
@@ -24,12 +23,10 @@ A line holds what `kvbench results scores --format csv` says about a run, and be
     difference_of_all_sign       that of the difference from the full cache, jointly for all cells of a protocol
     machine, versions, code      where and by which code it was made; `replay` is the hash of tests/replay
 
-Numbers are rounded to DECIMALS in a CSV. Nothing in a line depends on other parts of the study. `read_part` also
+Nothing in a line depends on other parts of the study. `read_part` also
 compares cells with each other (kvbench.analysis.cell_comparisons).
 """
 
-import csv
-import io
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -60,11 +57,7 @@ GAINS = {  # name of a gain -> group or setting, and its value in the cell to co
     "codec_gain": ("codec", "raw"),
     "question_gain": ("question", "visible"),
 }
-TEXTS = (  # columns whose values may look like numbers and are none
-    *("model", "task", "question", "protocol", "average", "label", "warnings", "rank_class", "machine", "dtype"),
-    *("beaten_by", "worst_subtask", "torch", "transformers", "code", "replay", "hash", "bytes_gain_from"),
-)
-CSV, ROWS = ".csv", ".parquet"  # ends of the names of files with lines, and with rows of samples
+ROWS = ".parquet"  # ends the name of a file with rows of samples
 SIGN = "_sign"  # ends the name of a joint sign
 OF_ALL = "difference_of_all"  # the difference from the full cache, counted with those of all cells of a protocol
 Line = dict[str, Any]
@@ -333,7 +326,7 @@ def describe_origin(run: StoredRun) -> Line:
 
 
 def read_lines(path: Path) -> list[Line]:
-    """Return the lines of a file: those of a CSV as they are, or those that follow from the rows of a Parquet file.
+    """Return the lines that follow from the rows of a file.
 
     Raises:
         SettingError: As `read_part`.
@@ -342,7 +335,7 @@ def read_lines(path: Path) -> list[Line]:
 
 
 def read_part(path: Path, pairs: Sequence[tuple[str, str]] = ()) -> PartNumbers:
-    """Return the lines of a file (`read_lines`), and of rows also the comparisons of cells.
+    """Return the lines that follow from the rows of a file, and the comparisons of cells.
 
     Args:
         path: The file.
@@ -352,11 +345,6 @@ def read_part(path: Path, pairs: Sequence[tuple[str, str]] = ()) -> PartNumbers:
         SettingError: The file cannot be read, pyarrow is not installed, its runs cannot be shown in one table, or a
             pair means several cells of one budget.
     """
-    if path.suffix == CSV:
-        try:
-            return PartNumbers(parse_lines(path.read_text(encoding="utf-8")))
-        except (OSError, ValueError) as error:
-            raise SettingError(f"{path}: cannot be read ({getattr(error, 'strerror', None) or error})") from None
     require_pyarrow(path)
     from kvbench.store.published_file import read_published
 
@@ -371,13 +359,9 @@ def read_part(path: Path, pairs: Sequence[tuple[str, str]] = ()) -> PartNumbers:
     )
 
 
-def list_line_files(folder: Path) -> list[Path]:
-    """Return the files with lines in the folders of machines below `folder`, sorted.
-
-    Of a CSV and a Parquet file with the same name in one folder, the Parquet file counts.
-    """
-    paths = {path.with_suffix(""): path for kind in (CSV, ROWS) for path in folder.glob(f"*/*{kind}")}
-    return [paths[name] for name in sorted(paths)]
+def list_part_files(folder: Path) -> list[Path]:
+    """Return the files of parts in the folders of machines below `folder`, sorted."""
+    return sorted(folder.glob(f"*/*{ROWS}"))
 
 
 def format_lines(lines: Sequence[Line]) -> str:
@@ -386,21 +370,3 @@ def format_lines(lines: Sequence[Line]) -> str:
     values = ([line[name] for name in names] for line in lines)
     rounded = ([round(cell, DECIMALS) + 0.0 if isinstance(cell, float) else cell for cell in line] for line in values)
     return format_rows([names, *rounded])
-
-
-def parse_lines(text: str) -> list[Line]:
-    """Return the lines of such a CSV. Numbers are float or int, and an empty cell is None."""
-    return [
-        {key: cell or None if key in TEXTS else parse_value(cell) for key, cell in line.items()}
-        for line in csv.DictReader(io.StringIO(text))
-    ]
-
-
-def parse_value(text: str) -> Any:
-    """Return the number that a text spells, None for an empty text, otherwise the text."""
-    for kind in (int, float):
-        try:
-            return kind(text)
-        except ValueError:
-            continue
-    return text or None

@@ -82,11 +82,6 @@ class StudyPart:
         places = {find_place(file, results) for text in texts for file in text.split(",")}
         return {path for path in places if path.exists()}
 
-    def count_subtasks(self) -> int | None:
-        """Return how many subtasks the setting task.subtasks chooses for all sweeps; None if it is not set."""
-        chosen = [text for text in self.common.split() if text.startswith("task.subtasks=[")]
-        return len(chosen[0].split(",")) if chosen else None
-
     def list_files(self, results: Path) -> dict[Path, list[str]]:
         """Return the path of each missing file, and the arguments of `kvbench` that make it, without `--out`."""
         made = {find_place(FILES + name, results): command.split() for name, command in self.files.items()}

@@ -9,18 +9,16 @@ task, question and protocol. Cells are of three kinds, which no table mixes:
 """
 
 import re
-from collections.abc import Callable, Container, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import combinations
 from types import MappingProxyType
 from typing import Any
 
-from kvbench.analysis.byte_classes import reads_few_rows, split_by_measure
-from kvbench.analysis.byte_front import EQUAL, keeps_fewer
+from kvbench.analysis.byte_classes import reads_few_rows
 from kvbench.analysis.cell_comparisons import CellComparison
-from kvbench.analysis.joint_signs import find_margin, is_no_worse, sign_known_intervals
-from kvbench.analysis.known_intervals import subtract_intervals
-from kvbench.analysis.result_lines import BYTES_GAIN, OF_ALL, SIGN, Line, PartNumbers
+from kvbench.analysis.joint_signs import find_margin, is_no_worse
+from kvbench.analysis.result_lines import BYTES_GAIN, SIGN, Line, PartNumbers
 from kvbench.analysis.turn_scores import TurnScores
 
 ALL = 0.995  # a cell with at least this share of the full cache's bytes counts as holding all of them
@@ -50,7 +48,6 @@ class Section:
         varied: The comparisons of those that differ in presets, settings or files alone.
         turns: Their scores by turn, where contexts get several questions.
         by_subtask: Run -> subtask -> mean score of its samples.
-        earlier: Whether the part was measured before the study (`kvbench.report.results_origin.list_earlier`).
     """
 
     part: str
@@ -61,7 +58,6 @@ class Section:
     varied: Sequence[CellComparison] = ()
     turns: Sequence[TurnScores] = ()
     by_subtask: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
-    earlier: bool = False
 
     @property
     def title(self) -> str:
@@ -85,9 +81,9 @@ class Section:
         return next(line for line in self.cells if is_full(line))
 
     @property
-    def subtasks(self) -> int | None:
-        """Subtasks of the task; None if the lines do not say it."""
-        count: int | None = self.full.get("subtasks")
+    def subtasks(self) -> int:
+        """Subtasks of the task."""
+        count: int = self.full["subtasks"]
         return count
 
     @property
@@ -110,14 +106,12 @@ class Section:
 def split_sections(
     parts: Mapping[str, Sequence[Line]],
     numbers: Mapping[str, PartNumbers] = MappingProxyType({}),
-    earlier: Container[str] = (),
 ) -> list[Section]:
     """Return the sections of all parts, in the order in which they begin.
 
     Args:
         parts: Name of a part -> its lines.
         numbers: Name of a part -> its numbers, for the parts whose comparisons are known.
-        earlier: Names of the parts that were measured before the study.
     """
     sections = []
     for part, lines in parts.items():
@@ -129,8 +123,8 @@ def split_sections(
                 for compared in (known.planned, known.varied)
             )
             turns = [each for each in known.turns if each.run in names]
-            in_all, old = len(known.planned), part in earlier
-            sections.append(Section(part, protocol, cells, planned, in_all, varied, turns, known.subtasks, old))
+            in_all = len(known.planned)
+            sections.append(Section(part, protocol, cells, planned, in_all, varied, turns, known.subtasks))
     return sections
 
 
@@ -211,12 +205,7 @@ def arrange(cells: Sequence[Line]) -> dict[str, dict[Any, Line]]:
 
 
 def split_classes(column: Sequence[Line]) -> list[list[Line]]:
-    """Return the cells of one budget by the class of similar bytes in which they are ranked.
-
-    Lines of older versions do not name their class. It follows from their bytes then.
-    """
-    if any(line.get("rank_class") is None for line in column):
-        return split_by_measure(column, read_bytes)
+    """Return the cells of one budget by the class of similar bytes in which they are ranked."""
     classes: dict[str, list[Line]] = {}
     for line in column:
         classes.setdefault(line["rank_class"], []).append(line)
@@ -224,20 +213,13 @@ def split_classes(column: Sequence[Line]) -> list[list[Line]]:
 
 
 def list_leaders(cells: Sequence[Line]) -> list[Line]:
-    """Return the cells of a class, or of a part of it, that may be the best there, the highest score first.
-
-    Lines of older versions have only the ranks of the whole column, and do not say which cells are better. All ranks
-    hold at once, so a cell is beaten if another one's last rank is before its first; others may be beaten, too.
-    """
+    """Return the cells of a class, or of a part of it, that may be the best there, the highest score first."""
     return sort_by_score(line for line in cells if not any(is_beaten_by(line, other) for other in cells))
 
 
 def is_beaten_by(line: Line, other: Line) -> bool:
-    """Return whether another cell of a class scores more for certain, as `list_leaders` says."""
-    if knows_pairs(line):
-        return other["hash"] in (line["beaten_by"] or "").split()
-    last, first = other["rank_last"], line["rank_first"]  # a cell that is alone has none
-    return last is not None and first is not None and bool(last < first)
+    """Return whether another cell of a class scores more for certain."""
+    return other["hash"] in (line["beaten_by"] or "").split()
 
 
 def list_ties(cells: Sequence[Line]) -> list[list[Line]]:
@@ -253,11 +235,6 @@ def list_ties(cells: Sequence[Line]) -> list[list[Line]]:
     return ties
 
 
-def knows_pairs(line: Line) -> bool:
-    """Return whether a line says which cells of its class score more for certain; those of older versions do not."""
-    return "beaten_by" in line
-
-
 def sort_by_score(cells: Any) -> list[Line]:
     """Return cells, the highest score first, and of equal scores by their labels."""
     return sorted(cells, key=lambda line: (-line["score"], line["label"]))
@@ -266,20 +243,12 @@ def sort_by_score(cells: Any) -> list[Line]:
 def sign_cells(cells: Sequence[Line], name: str) -> list[int]:
     """Return the joint sign of each cell's gain or difference.
 
-    Lines of older versions have no signs. They follow from the 95 % intervals then.
-
     Args:
         cells: The cells that are counted together: of one protocol for a gain and OF_ALL, and of one budget for
             "difference".
         name: A key of GAINS, "difference" or OF_ALL.
     """
-    signs = [line[f"{name}{SIGN}"] for line in cells if line.get(f"{name}{SIGN}") is not None]
-    if len(signs) == len(cells):
-        return signs
-    keys = (name, f"{name}_low", f"{name}_high")
-    if name in ("difference", OF_ALL):
-        keys = ("difference", "low", "high")
-    return sign_known_intervals([(line[keys[0]], line[keys[1]], line[keys[2]]) for line in cells])
+    return [line[f"{name}{SIGN}"] for line in cells]
 
 
 def count_signs(cells: Sequence[Line], gain: str) -> dict[int, int]:
@@ -322,13 +291,11 @@ class Spread:
         cells: The cells, the highest score first.
         change: Difference of the highest and the lowest score, and the ends of its 95 % interval.
         apart: How many pairs of them differ, jointly for all pairs of the section.
-        paired: Whether the interval is paired by sample. Otherwise it takes the scores as independent.
     """
 
     cells: Sequence[Line]
     change: tuple[float, float | None, float | None]
     apart: int
-    paired: bool
 
     @property
     def pairs(self) -> int:
@@ -338,7 +305,7 @@ class Spread:
 def find_spreads(section: Section) -> list[Spread]:
     """Return the cells of similar bytes that differ in nothing but presets, settings or files, if there are two."""
     lines = {line["hash"]: line for line in section.cells}
-    compared = {frozenset((each.one, each.other)): each for each in section.varied or compare_older_variants(section)}
+    compared = {frozenset((each.one, each.other)): each for each in section.varied}
     groups: list[set[str]] = []
     for pair in compared:  # all cells of a group are compared with each other
         joined = [group for group in groups if group & pair]
@@ -348,22 +315,8 @@ def find_spreads(section: Section) -> list[Spread]:
         cells = sort_by_score(lines[name] for name in group)
         known = [compared[frozenset((one["hash"], other["hash"]))] for one, other in combinations(cells, 2)]
         change = compared[frozenset((cells[0]["hash"], cells[-1]["hash"]))].change
-        spreads.append(Spread(cells, change, sum(each.sign != 0 for each in known), paired=bool(section.varied)))
+        spreads.append(Spread(cells, change, sum(each.sign != 0 for each in known)))
     return spreads
-
-
-def compare_older_variants(section: Section) -> list[CellComparison]:
-    """Return the comparisons of lines of older versions, the higher score last, as if samples were independent."""
-    groups: dict[tuple[Any, ...], list[Line]] = {}
-    for line in list_methods(section.cells):
-        groups.setdefault(tuple(line[name] for name in ("method", "allocator", "codec", "budget")), []).append(line)
-    classes = [sort_by_score(alike) for cells in groups.values() for alike in split_by_measure(cells, read_bytes)]
-    pairs = [pair for cells in classes for pair in combinations(cells, 2)]
-    changes = [subtract_intervals(read_score(one), read_score(other)) for one, other in pairs]
-    return [
-        CellComparison(other["hash"], one["hash"], change, sign)
-        for (one, other), change, sign in zip(pairs, changes, sign_known_intervals(changes), strict=True)
-    ]
 
 
 @dataclass(frozen=True)
@@ -375,23 +328,16 @@ class BytesPair:
         raw: The cell with raw rows.
         change: Difference of their scores, coded - raw, and the ends of its 95 % interval.
         sign: -1, 0 or 1: whether the difference is below or above 0, jointly for all pairs of the section.
-        paired: Whether the interval is paired by sample. Otherwise it takes the scores as independent.
     """
 
     coded: Line
     raw: Line
     change: tuple[float, float | None, float | None]
     sign: int
-    paired: bool
 
 
 def pair_equal_bytes(section: Section) -> list[BytesPair]:
-    """Return the pairs of a section: for each cell with a codec, the raw cell of its method with the nearest bytes.
-
-    Lines that come from rows name their pairs. Lines of older versions are paired here, by what they say.
-    """
-    if not any(f"{BYTES_GAIN}_from" in line for line in section.cells):
-        return pair_older_lines(section)
+    """Return the pairs of a section: for each cell with a codec, the raw cell of its method with the nearest bytes."""
     lines = {line["hash"]: line for line in section.cells}
     return [
         BytesPair(
@@ -399,40 +345,13 @@ def pair_equal_bytes(section: Section) -> list[BytesPair]:
             lines[line[f"{BYTES_GAIN}_from"]],
             (line[BYTES_GAIN], line[f"{BYTES_GAIN}_low"], line[f"{BYTES_GAIN}_high"]),
             line[f"{BYTES_GAIN}{SIGN}"],
-            paired=True,
         )
         for line in section.cells
-        if line.get(f"{BYTES_GAIN}_from") is not None
+        if line[f"{BYTES_GAIN}_from"] is not None
     ]
-
-
-def pair_older_lines(section: Section) -> list[BytesPair]:
-    """Return the pairs of a section whose lines do not name them, with intervals that follow from those of scores."""
-    pairs = []
-    raw = section.list_cells(EVICTING)
-    for coded in (line for line in section.list_cells(POINT) if line["codec"] != "raw"):
-        name = coded["label"].split(" · ")[0]
-        alike = [
-            line
-            for line in raw
-            if (line["method"], line["allocator"]) == (coded["method"], coded["allocator"])
-            and line["label"].split(" · ")[0] == name
-            and abs(coded["bytes_held"] / line["bytes_held"] - 1) <= EQUAL
-            and keeps_fewer(line["rows_kept"], coded["rows_kept"])
-        ]
-        if alike:
-            nearest = min(alike, key=lambda line: abs(line["bytes_held"] - coded["bytes_held"]))
-            pairs.append((coded, nearest, subtract_intervals(*(read_score(line) for line in (coded, nearest)))))
-    signs = sign_known_intervals([change for *_, change in pairs])
-    return [BytesPair(*pair, sign, paired=False) for pair, sign in zip(pairs, signs, strict=True)]
 
 
 def read_bytes(line: Line) -> float:
     """Return the bytes that a cell holds, over those of the full cache."""
     held: float = line["bytes_held"]
     return held
-
-
-def read_score(line: Line) -> tuple[float, float, float]:
-    """Return the score of a cell and its 95 % interval."""
-    return line["score"], line["score_low"], line["score_high"]

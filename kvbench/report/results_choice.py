@@ -249,8 +249,8 @@ def recommend_readers(sections: Sequence[Section]) -> list[str]:
 
 
 def say_in_all(line: Line) -> str:
-    """Return the bytes of a cell with all that it keeps beside the rows; nothing if it is an older line."""
-    share = line.get("bytes_in_all")
+    """Return the bytes of a cell with all that it keeps beside the rows; nothing if its records do not say it."""
+    share = line["bytes_in_all"]
     return "" if share is None else say_percent(share)
 
 

@@ -37,7 +37,6 @@ from kvbench.report.results_cells import (
     is_beaten_by,
     is_decided,
     is_kept,
-    knows_pairs,
     list_leaders,
     list_models,
     pair_equal_bytes,
@@ -300,8 +299,7 @@ def choose_once(column: Column) -> tuple[list[Line], int]:
     """Return the cells that may be the best of those that read each prompt once, and how many were compared.
 
     They are of the class of the one that scores most of all that hold hardly more bytes than the column, which may be
-    another class than the column: it can end between cells of similar bytes. Of lines of older versions, which do not
-    say which cells of a class may be its best, these are the cells with the highest score.
+    another class than the column: it can end between cells of similar bytes.
     """
     most = (1 + SPREAD) * column.leaders[0]["bytes_held"]
     classes = [[line for line in cells if line["method"] not in TWICE] for cells in column.section.list_classes()]
@@ -309,8 +307,7 @@ def choose_once(column: Column) -> tuple[list[Line], int]:
     if not known:
         return [], 0
     [once] = [cells for cells in classes if known[0] in cells]
-    leaders = list_leaders(once)
-    return [line for line in leaders if knows_pairs(line) or line["score"] == leaders[0]["score"]], len(once)
+    return list_leaders(once), len(once)
 
 
 def describe_leaders(leaders: Sequence[Line]) -> str:
@@ -364,13 +361,13 @@ def list_coded(section: Section) -> list[Line]:
 
 
 def name_part(section: Section) -> str:
-    """Return the part of a section, marked if it was measured before the study."""
-    return f"{'earlier ' if section.earlier else ''}part {section.part}"
+    """Return the part of a section."""
+    return f"part {section.part}"
 
 
 def name_place(section: Section, cells: str) -> str:
     """Return the part, the protocol and the cells that a conclusion stands on."""
-    subtasks = f" of {section.subtasks} subtasks" if (section.subtasks or 1) > 1 else ""
+    subtasks = f" of {section.subtasks} subtasks" if section.subtasks > 1 else ""
     about = f"{name_part(section)}, {describe_protocol(section.protocol)}"
     return f"{about}, {section.samples:,} samples{subtasks} a cell: {cells}"
 
@@ -482,7 +479,7 @@ def conclude_codecs(sections: Sequence[Section], margin: float) -> Conclusion | 
         changes = f"The {'difference is' if count == 1 else 'differences are'} {' and '.join(ordered)}."
     for other, more_pairs in paired:
         alike = other.protocol[:2] == section.protocol[:2] and other.protocol[3:] == section.protocol[3:]
-        alike = alike and other.subtasks == section.subtasks and not other.earlier
+        alike = alike and other.subtasks == section.subtasks
         if alike and other is not section and (other.question == section.question or other.part == section.part):
             changes += f" {describe_pairs_elsewhere(other, more_pairs)}"
     return Conclusion(
@@ -564,7 +561,7 @@ def conclude_no_worse(sections: Sequence[Section], margin: float) -> Conclusion 
     share = say_percent(line["bytes_held"])
     scores = f"{format_score_interval(line)}, {format_change(line, 'difference')} against the full cache"
     if kept:
-        mean = f" in the mean of {section.subtasks} subtasks" if (section.subtasks or 1) > 1 else ""
+        mean = f" in the mean of {section.subtasks} subtasks" if section.subtasks > 1 else ""
         headline = f"With {share} of the bytes, {name_cell(line)} is shown to lose at most {bound}{mean}."
         text = f"It scores {scores}{say_files(line)}.{describe_worst(line)}{describe_other_kept(kept)} "
         text += f"{count} cells with fewer bytes than the full cache were compared with the full cache."
@@ -578,7 +575,7 @@ def conclude_no_worse(sections: Sequence[Section], margin: float) -> Conclusion 
 
 def describe_worst(line: Line) -> str:
     """Return a sentence about the subtask in which a cell loses most, with a space before it; nothing if unknown."""
-    if line.get("worst_subtask") is None:
+    if line["worst_subtask"] is None:
         return ""
     worst = f"where {name_cell(line)} loses most, the difference is {format_change(line, 'worst')}"
     return f" In `{line['worst_subtask']}`, {worst}."

@@ -2,7 +2,7 @@
 
 import re
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import cache
 from pathlib import Path
 
@@ -18,8 +18,7 @@ CHECKSUMS = """\
 A `.parquet` file has a row for each sample ([how to read it](analysis.md)), and a `.zip` file has a random sample of
 the answers, of which `python -m kvbench check bundle FILE --replay 4` executes some again and prints how many agree.
 Without the GPU that made the answers, add `device=cpu`. A CPU rounds differently, so methods keep other rows, and many
-answers differ. `sha256sum -c SHA256SUMS` in a folder checks these files. Answers of SmolLM2 need `make model` first.
-Earlier parts have one line for each cell, in a CSV file without a checksum."""
+answers differ. `sha256sum -c SHA256SUMS` in a folder checks these files. Answers of SmolLM2 need `make model` first."""
 SENTENCE = re.compile(r"(?<=\.) (?=[A-Z])")
 
 
@@ -80,42 +79,25 @@ def format_checksums(checksums: Mapping[str, str]) -> list[str]:
 
 
 def describe_progress(measured: Mapping[str, int]) -> str:
-    """Return how much of the study was measured, and what was measured before it; empty if nothing of the study was.
+    """Return how much of the study was measured; empty if all or nothing of it was.
 
     Args:
         measured: Name of a part -> its cells of methods.
     """
-    study = list_study()
+    study = list_known()
     planned = {name: count_planned(study[name]) for name in measured if name in study}
     whole = [name for name, count in planned.items() if measured[name] >= count]
-    sentences = []
-    if planned and len(whole) < len(study):
-        complete = f"{len(whole)} of its {len(study)} parts {'is' if len(whole) == 1 else 'are'} complete"
-        begun = f" and {len(planned) - len(whole)} begun" if len(planned) > len(whole) else ""
-        sentences.append(f"The study is under way: {complete}{begun} ([which](results-measured.md)).")
-    if earlier := list_earlier(measured):
-        count = sum(measured[name] for name in earlier)
-        before = f"{count} of the cells were measured before the study"
-        sentences.append(f"{before}; a conclusion on one of them names an *earlier part*.")
-    return " ".join(sentences)
+    if not planned or len(whole) == len(study):
+        return ""
+    complete = f"{len(whole)} of its {len(study)} parts {'is' if len(whole) == 1 else 'are'} complete"
+    begun = f" and {len(planned) - len(whole)} begun" if len(planned) > len(whole) else ""
+    return f"The study is under way: {complete}{begun} ([which](results-measured.md))."
 
 
 @cache  # the pages ask for it a hundred times
 def list_known() -> Mapping[str, StudyPart]:
     """Return the parts of conf/measured.yaml."""
     return read_study()
-
-
-def list_study() -> dict[str, StudyPart]:
-    """Return the parts of conf/measured.yaml that belong to the study: those with a question."""
-    return {name: part for name, part in list_known().items() if part.question}
-
-
-def list_earlier(measured: Iterable[str]) -> list[str]:
-    """Return the names of parts that were measured before the study; none if nothing of the study was measured."""
-    study, names = list_study(), list(measured)
-    earlier = [name for name in names if name not in study]
-    return earlier if len(earlier) < len(names) else []
 
 
 def count_planned(part: StudyPart) -> int:
@@ -137,9 +119,8 @@ def count_planned_methods(part: StudyPart) -> Counter[str]:
 def describe_unfinished(parts: Mapping[str, Sequence[Line]], known: Mapping[str, StudyPart]) -> str:
     """Return which parts have fewer cells than conf/measured.yaml lists, and which of the study have none."""
     texts = [say_unfinished(name, len(list_methods(lines)), known) for name, lines in parts.items()]
-    study = list_study()
-    left = [name for name in study if name not in parts]
-    if left and len(left) < len(study):
+    left = [name for name in known if name not in parts]
+    if left and len(left) < len(known):
         texts.append(f"Parts of the study that have not begun: {join_words(left, 'and')}.")
     return " ".join(text for text in texts if text)
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from types import MappingProxyType
 
 from kvbench.analysis.joint_signs import MARGIN
-from kvbench.analysis.result_lines import Line, PartNumbers, list_line_files, read_part
+from kvbench.analysis.result_lines import Line, PartNumbers, list_part_files, read_part
 from kvbench.analysis.text_table import format_range
 from kvbench.atomic import replace_file
 from kvbench.report import results_choice
@@ -49,7 +49,7 @@ from kvbench.report.results_cost import CostTable, describe_slow, format_costs, 
 from kvbench.report.results_figure import FIGURE, choose_figure, draw_figure, list_compared
 from kvbench.report.results_limits import describe_models, format_limits
 from kvbench.report.results_models import format_lengths, format_models
-from kvbench.report.results_origin import describe_origin, describe_progress, list_earlier, list_known
+from kvbench.report.results_origin import describe_origin, describe_progress, list_known
 from kvbench.report.results_pictures import draw_pictures, list_pictures
 from kvbench.report.results_tables import (
     PLANNED,
@@ -103,14 +103,13 @@ counts are right in 95 of 100 such studies. The [glossary](glossary.md) has othe
 ## What they show
 """
 CAPTION = """\
-Each mark is a cell, with the 95 % interval of its score, which may be smaller than the mark. {ties}{older}{hollow}"""
+Each mark is a cell, with the 95 % interval of its score, which may be smaller than the mark. {ties}{hollow}"""
 TIES = (
     "A blue band beside marks spans neighbours by score, with raw rows and similar bytes, of which no two can be told "
     "apart (all ranks of one share of the bytes hold together with 95 % confidence). "
 )
 ONE_BEST = "Of the raw cells of similar bytes, {best} is shown to be the best each time. "
 HOLLOW = "Hollow marks are methods that keep all rows but attend to few."
-OLDER = "These lines know only the ranks of a whole budget, so the bands are wider than the samples would allow. "
 RULES = """\
 A fixed rule makes each conclusion from the data, whatever the outcome. Each stands on one model: smollm2_long if it was
 measured for this topic, else smollm2, else reference. Of this model it takes the task and length with most answers. The
@@ -183,7 +182,7 @@ def choose_files(folder: Path, machine: str | None = None) -> dict[str, Path]:
     Raises:
         SettingError: There is no such machine, no file, or a part of several machines to choose from.
     """
-    measured = list_line_files(folder)
+    measured = list_part_files(folder)
     machines = {path.parent.name: path.parent for path in measured}
     if not machines:
         raise SettingError(f"{folder}: no results there; kvbench dev measured screening")
@@ -249,9 +248,6 @@ def read_parts(files: Mapping[str, Path]) -> dict[str, PartNumbers]:
     for part, numbers in parts.items():
         if not numbers.lines:
             raise SettingError(f"{files[part]}: has no lines")
-        chosen = known[part].count_subtasks() if part in known else None
-        for line in numbers.lines:
-            line.setdefault("subtasks", chosen)  # lines of older versions do not say it
     return parts
 
 
@@ -287,7 +283,7 @@ def format_pages(
         checksums: Published file -> its SHA-256.
         prefill: Method -> the time of its prefill over the full cache's.
     """
-    sections = split_sections(parts, numbers, list_earlier(parts))
+    sections = split_sections(parts, numbers)
     pages = {PAGE: format_front(sections, sources, pictures, margin)}
     for page in PAGES:
         pages[name_page(page)] = format_subpage(page, parts, sections, pictures, tables, margin, checksums, prefill)
@@ -330,7 +326,6 @@ def format_front(
     ties = TIES if any(map(list_ties, classes)) else ""
     if leaders and all(len(cells) == 1 for cells in leaders):
         ties += ONE_BEST.format(best=join_words([*best], "or"))
-    older = any("rank_class" not in line for line in shown)
     hollow = any(classify(line) == READING for line in shown)
     text = FRONT.format(
         comment=COMMENT.format(module="results_page"),
@@ -338,7 +333,7 @@ def format_front(
         counts=" ".join(text for text in (counts, progress) if text),
         links=links,
         figure=FIGURE,
-        caption=CAPTION.format(ties=ties, older=OLDER if older else "", hollow=HOLLOW if hollow else ""),
+        caption=CAPTION.format(ties=ties, hollow=HOLLOW if hollow else ""),
     )
     if FIGURE not in pictures:
         text = "\n".join(line for line in text.splitlines() if not line.startswith("!["))

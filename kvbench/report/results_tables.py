@@ -25,9 +25,7 @@ from kvbench.report.results_cells import (
     POINT,
     READING,
     SEEDS,
-    BytesPair,
     Section,
-    Spread,
     arrange,
     classify,
     count_signs,
@@ -73,7 +71,7 @@ FILES = """\
 A cell is on a *front* if no other cell holds as few bytes or fewer and scores as much or more. One front goes by the
 bytes of a cache, the other one by the bytes *with files*: those of the cache and of the files that a method or codec
 needs beside the model, as if they served a single prompt. All prompts share them. *In all* also counts what a method
-keeps beside the rows, such as positions and codes; older measurements do not say it. A table lists the cells on either
+keeps beside the rows, such as positions and codes. A table lists the cells on either
 front and all others that need files. Fronts go by mean scores, and neighbours on them often cannot be told apart."""
 SPREADS = """\
 Each row has cells of one budget and similar bytes that differ in a preset, a setting or a file only. *range* is the
@@ -86,7 +84,6 @@ A pair is a cell with a codec and a cell of the same method with fewer raw rows,
 left out. With the question hidden, the question's rows come on top of the budget, and weigh more where they are
 raw."""
 PAIRED = " The intervals of *{column}* are paired by sample."
-INDEPENDENT = " The intervals of *{column}* take the two scores as independent, and are wider than paired ones."
 TURNS = (
     "**By question.** Of {count} cells, those that keep all rows included, {less} more against the full cache at the "
     "last of {turns} questions about a context than at the first, and {more} less (jointly at 95 %). *question 1* and "
@@ -207,12 +204,8 @@ def name_budgets(budgets: Sequence[str]) -> str:
 
 
 def describe_ranks(cells: Sequence[Line]) -> str:
-    """Return how many pairs of a class can be told apart, and which cells may be its best.
-
-    It is empty for a single cell, and for lines of older versions, whose ranks are not those of a class.
-    """
-    name = cells[0].get("rank_class")
-    if len(cells) < 2 or name is None:
+    """Return how many pairs of a class can be told apart, and which cells may be its best; empty for a single cell."""
+    if len(cells) < 2:
         return ""
     apart, pairs = sum(line["rank_first"] - 1 for line in cells), len(cells) * (len(cells) - 1) // 2
     first = [line["label"] for line in cells if line["rank_first"] == 1]
@@ -220,7 +213,7 @@ def describe_ranks(cells: Sequence[Line]) -> str:
     may = "is" if len(first) == 1 else "may be"
     these = f"The best of these {len(cells)} {may} {join_words(first, 'or')}."
     best = these if named else f"Any of {len(first)} cells may be the best."
-    return f"{apart} of {pairs} pairs of cells at {name} can be told apart. {best}"
+    return f"{apart} of {pairs} pairs of cells at {cells[0]['rank_class']} can be told apart. {best}"
 
 
 def compare_to_full(column: Sequence[Line], full: Line, margin: float) -> str:
@@ -237,7 +230,7 @@ def describe_holders(section: Section) -> list[str]:
     if not names:
         return []
     sentence = f"{join_words(list(names), 'and')} {'holds' if len(names) == 1 else 'hold'} all bytes of the full cache."
-    whole = {line["label"]: line.get("bytes_in_all") for line in held}
+    whole = {line["label"]: line["bytes_in_all"] for line in held}
     known = [f"{format_percent(share)} ({label})" for label, share in whole.items() if share is not None]
     if known:
         sentence += (
@@ -269,7 +262,7 @@ def format_scores(section: Section, margin: float) -> list[str]:
         columns.append(Column(title, "score", show(budget, lambda line: format_score(line, full, margin))))
         if len(budgets) <= WIDE:
             columns.append(Column(title, "diff", show(budget, lambda line: format_change(line, "difference"))))
-        columns.append(Column(title, "bytes", show(budget, lambda line: format_share(line["bytes_held"]))))
+        columns.append(Column(title, "bytes", show(budget, lambda line: format_percent(line["bytes_held"]))))
         if any(format_ranks(line) for line in cells if line["budget"] == budget):
             columns.append(Column(title, "ranks", show(budget, format_ranks)))
         if len(budgets) <= WIDE and any(line["kl"] is not None for line in cells):
@@ -399,7 +392,7 @@ def format_bytes(sections: Sequence[Section]) -> list[str]:
             Column("budget", "", lambda line: format_budget(line["budget"])),
             Column("bytes held", "", lambda line: format_percent(line["bytes_held"])),
             Column("with files", "", lambda line: format_share(line["bytes_with_files"])),
-            Column("in all", "", lambda line: format_share(line.get("bytes_in_all"))),
+            Column("in all", "", lambda line: format_share(line["bytes_in_all"])),
             Column("score", "", lambda line: format_number(line["score"])),
             Column("95 %", "", lambda line: format_interval(line["score_low"], line["score_high"])),
             Column("front", "", name_fronts),
@@ -417,7 +410,7 @@ def format_spreads(sections: Sequence[Section]) -> list[str]:
             continue
         apart, pairs = sum(spread.apart for spread in spreads), sum(spread.pairs for spread in spreads)
         sentence = f"**{section.title}.** {apart} of {pairs} pairs {'differs' if apart == 1 else 'differ'}.{JOINT}"
-        sentence += say_paired(spreads, "range")
+        sentence += PAIRED.format(column="range")
         columns = [
             Column("highest", "", lambda spread: spread.cells[0]["label"]),
             Column("lowest", "", lambda spread: spread.cells[-1]["label"]),
@@ -431,11 +424,6 @@ def format_spreads(sections: Sequence[Section]) -> list[str]:
     return [wrap(SPREADS), "", *text] if text else []
 
 
-def say_paired(compared: Sequence[BytesPair | Spread], column: str) -> str:
-    """Return a sentence that says whether the intervals of a column are paired by sample."""
-    return (PAIRED if all(each.paired for each in compared) else INDEPENDENT).format(column=column)
-
-
 def format_equal_bytes(sections: Sequence[Section]) -> list[str]:
     """Return tables of the pairs of cells of a method with and without a codec at equal bytes; empty without any."""
     text: list[str] = []
@@ -447,7 +435,7 @@ def format_equal_bytes(sections: Sequence[Section]) -> list[str]:
         sentence = (
             f"**{section.title}.** The cell with the codec scores more in {signs.count(1)} of {len(pairs)} pairs and "
             f"less in {signs.count(-1)}{say_undecided(signs.count(0))}{JOINT}"
-        ) + say_paired(pairs, "gain")
+        ) + PAIRED.format(column="gain")
         columns = [
             Column("cell with a codec", "", lambda pair: pair.coded["label"]),
             Column("its rows", "", lambda pair: format_budget(pair.coded["budget"])),

@@ -39,8 +39,8 @@ def format_score_interval(line: Line) -> str:
 
 
 def format_ranks(line: Line) -> str:
-    """Return the ranks that a cell may have in its class of bytes; nothing if it is alone or lines name no class."""
-    if line["rank_first"] is None or line.get("rank_class") is None or line["rank_of"] == 1:
+    """Return the ranks that a cell may have in its class of bytes; nothing if it is alone."""
+    if line["rank_first"] is None or line["rank_of"] == 1:
         return ""
     return f"{format_range((line['rank_first'], line['rank_last']))} of {line['rank_of']}"
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from omegaconf import DictConfig, OmegaConf
 
 from kvbench.analysis.power import DEVIATION, POWER, compute_power, compute_reach, estimate_deviation
-from kvbench.analysis.result_lines import Line, list_line_files, read_lines
+from kvbench.analysis.result_lines import Line, list_part_files, read_lines
 from kvbench.analysis.text_table import Column, format_table, wrap_texts
 from kvbench.config.catalogue import build, resolve
 from kvbench.config.compose import compose
@@ -83,7 +83,7 @@ def describe_power(
     if not protocols:
         raise SettingError(f"--power: {'; '.join(unknown) or 'no cell compares a method with the full cache'}")
     planned = count_pairs(pairs, [cell for protocol in protocols for cell in protocol.cells])
-    lines = [line for path in list_line_files(measured) for line in read_lines(path)]
+    lines = [line for path in list_part_files(measured) for line in read_lines(path)]
     together = sum(planned.values())
     rows = []
     for protocol in protocols:

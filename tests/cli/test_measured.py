@@ -239,7 +239,7 @@ def test_a_file_that_could_not_be_made_does_not_get_its_name(tmp_path, monkeypat
         (["--page", "--workers", "2"], "--page: measures no part"),
         (["seeds", "--lines", "a.csv"], "--lines: measures no part"),
         (["--lines", "a.csv", "--page"], "--page: measures no part"),
-        (["--lines", "/nowhere.csv"], "/nowhere.csv: cannot be read (No such file"),
+        (["--lines", "/nowhere.parquet"], "/nowhere.parquet: cannot be read as published runs (No such file"),
         (["--lines", "x.zip"], "--lines=x.zip: a .parquet or .csv file of results"),
         (["--page", "--out", "/dev/null/x"], "--out=/dev/null/x: a folder that can be written"),
         (["seeds", "--collect", "--power"], "--power: not with --collect"),

@@ -7,7 +7,7 @@ import numpy as np
 import pandas
 import pytest
 
-from kvbench.analysis.result_lines import ROWS, list_line_files, read_lines
+from kvbench.analysis.result_lines import ROWS, list_part_files, read_lines
 from kvbench.cli.measured import main
 from kvbench.report.results_page import choose_files, write_results_page
 from kvbench.store.published_file import write_published
@@ -18,7 +18,7 @@ from tests.support.report_store import make_records
 from tests.support.repository import ROOT
 
 MEASURED = ROOT / "results" / "measured"
-PUBLISHED = [path for path in list_line_files(MEASURED) if path.suffix == ROWS]
+PUBLISHED = [path for path in list_part_files(MEASURED) if path.suffix == ROWS]
 
 
 @pytest.fixture(scope="module")

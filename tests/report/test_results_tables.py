@@ -29,7 +29,7 @@ from kvbench.report.results_tables import (
     format_subtasks,
 )
 from kvbench.report.results_text import format_ranks, format_score, wrap
-from tests.support.measured_lines import make_full, make_line, make_older, rank
+from tests.support.measured_lines import make_full, make_line, pair_bytes, rank
 
 
 def split(*lines: dict):
@@ -47,7 +47,7 @@ def test_only_a_narrow_interval_shows_that_a_cell_loses_little():
     names = ("difference", "low", "high")
     ends = (-11.5, -23.5, 0.5), (-0.4, -1.5, 0.7), (-20.0, -25.0, -15.0)
     cells = [
-        make_line("tova", 0.2, score) | dict(zip(names, end, strict=True))
+        make_line("tova", 0.2, score, **dict(zip(names, end, strict=True)))
         for score, end in zip((8.9, 20.0, 2.0), ends, strict=True)
     ]
     kept = "1 of 3 cells is shown to lose at most 2.0 points; of the others, "
@@ -76,9 +76,6 @@ def test_only_cells_of_like_bytes_are_ranked_together():
     assert "None of 4 cells is shown to lose" in sentence and "6.0%" not in sentence  # no class of evicting cells
     [sentence] = describe_separation(split(*packed), 3.0)
     assert "at 6.0% of the bytes" in sentence and "2 of 2 cells are shown to lose" in sentence
-    older = [make_older(line) for line in ranked]
-    [sentence] = describe_separation(split(*older), 3.0)
-    assert "pairs of cells" not in sentence and [format_ranks(line) for line in older] == [""] * 4
 
 
 def test_rows_go_by_their_mean_score_and_say_their_bytes():
@@ -126,41 +123,50 @@ def test_tables_do_not_mix_kinds_of_cells():
 
 
 def test_the_page_says_which_methods_hold_all_bytes():
-    cells = [make_line("quest", 0.2, 50.0, bytes_held=1.0, bytes_in_all=None), make_line("tova", 0.2, 50.0)]
+    cells = [make_line("quest", 0.2, 50.0, bytes_held=1.0, bytes_in_all=1.023), make_line("tova", 0.2, 50.0)]
     assert describe_holders(split(cells[1])) == []
     assert describe_holders(split(cells[0] | {"budget": "threshold=1"})) == []
-    assert describe_holders(split(*cells)) == ["quest holds all bytes of the full cache."]
-    [sentence] = describe_holders(split(cells[0] | {"bytes_in_all": 1.023}))
+    [sentence] = describe_holders(split(*cells))
     assert sentence.endswith("beside the rows, such as codes and bounds, they hold 102.3% (quest).")
+    unknown = cells[0] | {"bytes_in_all": None}
+    assert describe_holders(split(unknown)) == ["quest holds all bytes of the full cache."]
 
 
 def test_falls_are_counted_jointly():
-    """Of twenty intervals, one excludes 0 by little, as chance lets one in twenty do."""
-    names = ("question_gain", "question_gain_low", "question_gain_high")
-    values = [(-10.0, -19.0, -1.0), *[(0.0, -5.0, 5.0)] * 18, (-50.0, -60.0, -40.0)]
-    cells = [dict(zip(names, value, strict=True)) for value in values]
-    assert count_signs(cells, "question_gain") == {-1: 1, 0: 19, 1: 0}
-    assert count_signs([line | {"question_gain_sign": -1} for line in cells], "question_gain")[-1] == 20
+    cells = [
+        {"question_gain_low": -19.0, "question_gain_high": -1.0, "question_gain_sign": sign} for sign in (0, 0, -1)
+    ]
+    assert count_signs(cells, "question_gain") == {-1: 1, 0: 2, 1: 0}
 
 
 def test_pairs_at_equal_bytes_have_a_table():
-    coded = make_line("tova · int4", 0.71, 90.0, codec="int4", bytes_held=0.2)
-    text = format_equal_bytes([split(make_line("tova", 0.2, 60.0), coded)])
+    raw = make_line("tova", 0.2, 60.0)
+    coded = pair_bytes(make_line("tova · int4", 0.71, 90.0, codec="int4", bytes_held=0.2), raw)
+    text = format_equal_bytes([split(raw, coded)])
     assert "scores more in 1 of 1 pairs and less in 0. These signs" in " ".join(" ".join(text).split())
     assert list_rows(text) == [
-        ["tova · int4", "71 %", "20 %", "20.0%", "90.0", "60.0", "+30.0 \\[+22.9, +37.1\\]"],
+        ["tova · int4", "71 %", "20 %", "20.0%", "90.0", "60.0", "+30.0 \\[+23.0, +37.0\\]"],
     ]
-    assert format_equal_bytes([split(make_line("tova", 0.2, 60.0))]) == []
+    assert format_equal_bytes([split(raw)]) == []
 
 
 def test_presets_have_a_table_of_their_spread():
     scores = {"snapkv": 60.0, "snapkv kvpress": 62.0, "snapkv window=4": 20.0}
     cells = [make_line(label, 0.2, score, method="snapkv") for label, score in scores.items()]
-    others = [make_line("tova", 0.2, 90.0), make_line("snapkv", 0.5, 90.0), cells[0] | {"bytes_held": 0.3}]
-    text = format_spreads([split(*cells, *others)])
+    lines = [make_full(), *cells, make_line("tova", 0.2, 90.0)]
+    pairs = (
+        ("snapkv", "snapkv kvpress", 0),
+        ("snapkv window=4", "snapkv", 1),
+        ("snapkv window=4", "snapkv kvpress", 1),
+    )
+    varied = [
+        CellComparison(one, other, (gain := scores[other] - scores[one], gain - 7, gain + 7), sign)
+        for one, other, sign in pairs
+    ]
+    text = format_spreads(split_sections({"a": lines}, {"a": PartNumbers(lines, varied=varied)}))
     assert "**Part a: smollm2, ruler length 4096, question visible.** 2 of 3 pairs differ." in " ".join(text)
     ends = ["snapkv kvpress", "snapkv window=4"]
-    numbers = ["62.0, 60.0, 20.0", "+42.0 \\[+34.9, +49.1\\]", "2 of 3"]
+    numbers = ["62.0, 60.0, 20.0", "+42.0 \\[+35.0, +49.0\\]", "2 of 3"]
     assert list_rows(text) == [[*ends, "20 %", "3", *numbers]]
     assert format_spreads([split(cells[0])]) == []
 
