@@ -24,6 +24,7 @@ from kvbench.interfaces.budget import Budget
 from kvbench.interfaces.method import Captured, Method
 from kvbench.kernels.row_replacement import NEVER
 from kvbench.methods import deltakv
+from kvbench.methods.expected_attention import ExpectedAttention
 from kvbench.methods.snapkv import SnapKV
 from kvbench.models.decoder_weights import collect_weights
 from kvbench.validation import ContractError, NumericalError
@@ -313,6 +314,26 @@ def test_a_method_that_watches_sees_the_tokens_before_the_first_cut(name, block,
             assert step.decoding == "graph"
             assert_same(modules, step)
     assert all(layer.tally.evicted is not None for layer in step.own_layers)
+
+
+class Sparing(ExpectedAttention):
+    """Never cuts the first layer, and remembers its queries since the last cut as those of the others."""
+
+    def skips_layer(self, layer: int, layers: int) -> bool:
+        return layer == 0
+
+
+def test_a_method_remembers_of_a_spared_layer_what_came_since_the_last_cut_of_the_others():
+    """Also if an answer begins between two cuts."""
+    settings = load_settings("method", "expected_attention", KVPRESS | {"buffer": 5, "decode_interval": 6})
+    method, rest = Sparing(**vars(build("method", settings))), choice_of("full")
+    modules, step = make_contexts(make_double("short"), choose_cache(method, rest.allocator, rest.codec))
+    for tokens, since in ((9, 3), (10, 1)):
+        answers = [list(context.generate(tokens, Sampling(), frozenset(), True)) for context in (modules, step)]
+        assert torch.equal(*map(torch.stack, answers)) and step.decoding == "graph"
+        assert [layer.state.layer["passes"] for layer in step.own_layers] == [(1,) * since] * 2
+        assert_same(modules, step)
+    assert [layer.rows.longest_head for layer in step.own_layers] == [60 + 19, 18 + 1]
 
 
 def test_a_method_that_does_not_cut_an_answer_remembers_none_of_its_queries():
@@ -709,13 +730,14 @@ def test_what_layers_got_stays_when_later_tokens_are_undone(method, heads, budge
 
 
 def test_between_two_cuts_a_graph_reads():
-    """Of heads of several lengths, which no step cuts."""
+    """Of heads of several lengths, which no step cuts. An answer may begin between two cuts too."""
     choice = choice_of("knorm", "ada", decoding=True, decode_interval=34)
     modules, step = make_contexts(tiny("short"), choice)
-    answers = [list(context.generate(75, Sampling(), frozenset())) for context in (modules, step)]
-    assert torch.equal(*map(torch.stack, answers)) and step.decoding == "graph"
-    assert all(layer.tally.evicted.float().mean() > 60 for layer in step.own_layers)  # the prompt's cut and two more
-    assert_same(modules, step)
+    for tokens, cuts in ((70, 2), (34, 3)):  # the last token of an answer is not read: 2 * 34 + 1 tokens, then 33 more
+        answers = [list(context.generate(tokens, Sampling(), frozenset())) for context in (modules, step)]
+        assert torch.equal(*map(torch.stack, answers)) and step.decoding == "graph"
+        assert all(layer.tally.evicted.double().mean() == (60 - 18) + 34 * cuts for layer in step.own_layers)
+        assert_same(modules, step)
 
 
 @pytest.mark.parametrize(("chosen", "rows"), [(APPENDING, 19), (CUTTING, 1), (CUTTING_FIVES, 5), (WATCHING, 5)])
