@@ -7,6 +7,7 @@ import re
 import sys
 from collections import Counter
 from dataclasses import replace
+from itertools import pairwise
 from shutil import which
 
 import numpy as np
@@ -162,6 +163,10 @@ def test_text_and_latex_show_the_same_numbers(blocks):
         line = next(own for own in text.splitlines() if own.startswith(label) and score in own)
         assert cell.difference is None or format_number(cell.difference.difference, sign="+") in text
         assert re.search(rf"^{label} &.*{re.escape(score)}", latex, re.MULTILINE), line
+    for page, rule in ((text, "─"), (latex, "\\midrule")):
+        lines = page.splitlines()
+        below = [after.split()[0] for before, after in pairwise(lines) if before.startswith(rule)]
+        assert below == 2 * [min(METHODS), "full"]  # below the heads, and between the methods and the full cache
     assert all(FORMATS[name](blocks) for name in FORMATS)
 
 

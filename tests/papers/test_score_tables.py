@@ -22,6 +22,7 @@ from kvbench.papers.exhibits import load_exhibits
 from kvbench.papers.experiment_key import ExperimentKey, drop_unused
 from kvbench.papers.paper_runs import Settings, is_of_cache, list_presets, needs_file, read_rows
 from kvbench.papers.paper_table import PaperTable, make_commands
+from kvbench.papers.published_scores import index_cells
 from kvbench.papers.table_spec import (
     PAPERS,
     IndexedLines,
@@ -234,6 +235,12 @@ def test_longer_answers_and_differences_are_against_the_full_cache(tmp_path):
         put(tmp_path, own, [record(i, score, "niah_1000", meta=meta) for i, score in enumerate(scores)])
     cell = row_of(made("keydiff_table18", tmp_path), "depth 11 %")[0]
     assert cell.measured == "-0.25" and row_of(made("keydiff_table18", tmp_path), "depth 0 %")[0].measured == ""
+
+
+def test_only_averages_of_whole_runs_are_published_scores_of_runs():
+    """KeyDiff's Table 4 averages all answers of a run, and Table 5 the long ones of the same runs."""
+    tables = {table for cells in index_cells().values() for table, _ in cells}
+    assert "keydiff_table04" in tables and "keydiff_table05" not in tables
 
 
 HOSTILE = "a_b%$&#{x}~^\\|`<script>\x1b[31m\n\\end{tabular}"
