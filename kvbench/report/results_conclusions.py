@@ -6,7 +6,7 @@ level, and what another part measured of these on more samples is said beside it
 with most samples a cell. What the lines do not show is said to be not shown; what was not measured is left out.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import combinations
 from math import inf
@@ -95,35 +95,24 @@ class Conclusion:
 
     Attributes:
         headline: What is concluded, in a sentence.
-        text: The numbers and intervals behind it.
+        first: The numbers and intervals behind it that a reader must know.
         cells: The cells that they stand on.
+        more: The other ones, with a space before them.
     """
 
     headline: str
-    text: str
+    first: str
     cells: str
+    more: str = ""
 
-    def write(self) -> str:
-        """Return the conclusion as a paragraph."""
-        return f"**{self.headline}** *({self.cells})* {self.text}"
+    @property
+    def text(self) -> str:
+        """All numbers and intervals behind it."""
+        return f"{self.first}{self.more}"
 
-
-def draw_conclusions(sections: Sequence[Section], margin: float) -> list[Conclusion]:
-    """Return the conclusions that the sections allow, at most five.
-
-    Args:
-        sections: All sections of the study.
-        margin: Points by which a cell that loses little may score less than the full cache.
-    """
-    rules: list[Callable[[Sequence[Section], float], Conclusion | None]] = [
-        conclude_best,
-        conclude_hidden,
-        conclude_codecs,
-        conclude_presets,
-        conclude_long,
-    ]
-    drawn = [rule(sections, margin) for rule in rules]
-    return [conclusion for conclusion in drawn if conclusion is not None]
+    def write(self, short: bool = False) -> str:
+        """Return the conclusion as a paragraph, with all numbers or, if it is to be short, with the first ones."""
+        return f"**{self.headline}** *({self.cells})* {self.first if short else self.text}"
 
 
 def choose_protocol(sections: Sequence[Section]) -> list[Section]:
@@ -201,11 +190,12 @@ def name_leaders(column: Column) -> str:
     return f"no best method can be named: any of {len(names)} of {count} may be it"
 
 
-def describe_best(column: Column, sections: Sequence[Section]) -> str:
-    """Return the score of the highest cell of a column, how many others score less, and what else a user may choose.
+def describe_best(column: Column, sections: Sequence[Section]) -> tuple[str, str]:
+    """Return what a user may choose for the bytes of a column, and what else is known of it, with a space before it.
 
-    That is the best of the methods that read each prompt once, if the highest cell's method reads it twice, a cell with
-    a codec that scores more than this at the same bytes, and a cell that scores more in another part of `sections`.
+    The first are the highest cell of the column and, if its method reads each prompt twice, the best of those that read
+    it once. The second says how many others score less, and names a cell with a codec that scores more than this at the
+    same bytes, and a cell that scores more in another part of `sections`.
     """
     best, full = column.leaders[0], column.section.full
     less = len(column.cells) - len(column.leaders)
@@ -214,23 +204,22 @@ def describe_best(column: Column, sections: Sequence[Section]) -> str:
         f"{name} scores {format_score_interval(best)}. The difference from the full cache's "
         f"{format_number(full['score'])} is {format_change(best, 'difference')}."
     )
-    if less:
-        others = f"Each of the other {less}" if less > 1 else "The other one"
-        text += f" {others} is shown not to be the best (jointly at 95 %)."
     once, _ = choose_once(column)
     if best["method"] in TWICE and once:
         text += f" {say_twice(column.leaders)} each prompt twice, which [takes time](results-cost.md)."
         text += f" Of the raw rows of methods that read it once, {describe_leaders(once)}"
         share = say_percent(once[0]["bytes_held"])
         text += "." if share == column.share else f", with {share} of the bytes."
+    others = f"Each of the other {less}" if less > 1 else "The other one"
+    more = f" {others} is shown not to be the best (jointly at 95 %)." if less else ""
     coded, section = find_best_coded(column, sections, least=(1 - EQUAL) * best["bytes_held"])
     if coded is not None and section is not None and coded["score"] > (once or column.leaders)[0]["score"]:
         place = "" if section is column.section else f" (on other samples, in {name_part(section)})"
-        text += (
+        more += (
             f" With a codec, {name_cell(coded)} scores {format_score_interval(coded)} at nearly the same bytes{place}."
         )
-    text += describe_cutting(column.cells) + describe_elsewhere(column, sections)
-    return text + describe_repeated(column, [*column.leaders, *once], sections)
+    more += describe_cutting(column.cells) + describe_elsewhere(column, sections)
+    return text, more + describe_repeated(column, [*column.leaders, *once], sections)
 
 
 def say_twice(leaders: Sequence[Line]) -> str:
@@ -378,10 +367,12 @@ def conclude_best(sections: Sequence[Section], margin: float) -> Conclusion | No
     column = choose_column(visible)
     if column is None:
         return None
+    first, more = describe_best(column, sections)
     return Conclusion(
         f"With {column.share} of the bytes and the question in sight, {name_leaders(column)}.",
-        describe_best(column, sections) + describe_kept(visible, margin),
+        first + describe_kept(visible, margin),
         name_place(column.section, f"raw rows, budget {format_budget(column.budget)}"),
+        more,
     )
 
 
@@ -413,16 +404,17 @@ def conclude_hidden(sections: Sequence[Section], margin: float) -> Conclusion | 
             else f" In {len(same)} no change is shown{describe_chance(same, column.section, sections)}."
         )
     others += f" With the question's rows, which come on top of the budget, the cells hold {held} of the bytes."
-    best, shift = column.leaders[0], ""
+    best, (first, more) = column.leaders[0], describe_best(column, sections)
     if best in changed and best != most:
         own = f"The difference of {name_cell(best)} from its score with the question visible"
-        shift = f" {own} is {format_change(best, 'question_gain')}."
+        more += f" {own} is {format_change(best, 'question_gain')}."
     return Conclusion(
         f"With a budget of {format_budget(column.budget)}, cutting the cache before the question is known lowers the "
         f"score in {len(fallen)} of {len(changed)} cells{rise} (jointly at 95 %).",
-        f"The largest change is that of {name_cell(most)}: {format_change(most, 'question_gain')}.{others} "
-        f"With {column.share} of the bytes, {name_leaders(column)}. {describe_best(column, sections)}{shift}",
+        f"The largest change is that of {name_cell(most)}: {format_change(most, 'question_gain')}. "
+        f"With {column.share} of the bytes, {name_leaders(column)}. {first}",
         name_place(column.section, f"raw rows, budget {format_budget(column.budget)}"),
+        f"{others}{more}",
     )
 
 
@@ -477,16 +469,18 @@ def conclude_codecs(sections: Sequence[Section], margin: float) -> Conclusion | 
     changes = f"The differences range from {ordered[-1]} to {ordered[0]}."
     if count <= 2:
         changes = f"The {'difference is' if count == 1 else 'differences are'} {' and '.join(ordered)}."
+    elsewhere = ""
     for other, more_pairs in paired:
         alike = other.protocol[:2] == section.protocol[:2] and other.protocol[3:] == section.protocol[3:]
         alike = alike and other.subtasks == section.subtasks
         if alike and other is not section and (other.question == section.question or other.part == section.part):
-            changes += f" {describe_pairs_elsewhere(other, more_pairs)}"
+            elsewhere += f" {describe_pairs_elsewhere(other, more_pairs)}"
     return Conclusion(
         f"At equal bytes, {coded} {beat} fewer raw rows of the same method in {more} of {count} pairs{lost} (jointly "
         "at 95 %).",
         changes,
         name_place(section, f"pairs of {count_kinds(pairs)} whose bytes differ by at most {say_percent(EQUAL)}"),
+        elsewhere,
     )
 
 
@@ -546,7 +540,7 @@ def describe_kept(sections: Sequence[Section], margin: float) -> str:
     count = len(list_smaller(section))
     cells = f"{count} cell{'' if count == 1 else 's'} of {name_part(section)}"
     smallest = f" Of the {cells} with fewer bytes than the full cache, the smallest that is"
-    return f"{smallest} shown to [lose at most {bound}](which-method.md) is {first}{then}.{describe_worst(kept[0])}"
+    return f"{smallest} shown to [lose at most {bound}](which-method.md) is {first}{then}."
 
 
 def conclude_no_worse(sections: Sequence[Section], margin: float) -> Conclusion | None:
@@ -628,9 +622,9 @@ def conclude_presets(sections: Sequence[Section], margin: float) -> Conclusion |
         f"{len(pairs)} planned comparisons (jointly at 95 %).",
         f"The widest of these is that of {name_cell(one)} and {name_cell(other)} with a budget of "
         f"{format_budget(one['budget'])}: {format_number(one['score'])} and {format_number(other['score'])}, a "
-        f"difference of {format_difference(*widest.change)}.{in_all if count > len(pairs) else ''}"
-        f"{describe_order(section)}{describe_hidden_settings(section, paired)}{describe_files(section, sections)}",
+        f"difference of {format_difference(*widest.change)}.{describe_files(section, sections)}",
         name_place(section, "two presets of a method at one budget"),
+        f"{in_all if count > len(pairs) else ''}{describe_order(section)}{describe_hidden_settings(section, paired)}",
     )
 
 
@@ -653,11 +647,10 @@ def describe_files(presets: Section, sections: Sequence[Section]) -> str:
     if not spreads:
         return ""
     pairs, apart = sum(spread.pairs for spread in spreads), [spread for spread in spreads if spread.apart]
-    told = join_words([describe_spread(spread) for spread in apart] or ["none"], "and")
-    return (
-        f" Of {count_things(pairs, 'pair')} of files that a method or codec got from other seeds (part seeds), these "
-        f"are told apart (jointly at 95 %): {told}."
-    )
+    found = "none is told apart (jointly at 95 %)"
+    if apart:
+        found = f"these are told apart (jointly at 95 %): {join_words(list(map(describe_spread, apart)), 'and')}"
+    return f" Of {count_things(pairs, 'pair')} of files that differ in their seeds alone (part seeds), {found}."
 
 
 def describe_spread(spread: Spread) -> str:
@@ -766,7 +759,7 @@ def describe_longest(sections: Sequence[Section]) -> str:
 
 def conclude_long(sections: Sequence[Section], margin: float) -> Conclusion | None:
     """Conclude what cutting costs where answers are long, and where a context gets several questions."""
-    heads, texts, cells, counted = [], [], [], False
+    heads, texts, cells, more, counted = [], [], [], "", False
     main = choose_protocol(sections)
     places = (
         ("where answers are long", LONG_TASKS, "visible", "hidden"),
@@ -799,13 +792,13 @@ def conclude_long(sections: Sequence[Section], margin: float) -> Conclusion | No
             heads[-1] += (
                 f"; of {len(cut)} that are cut with the first question in sight, {say_lose(worse)} more at the last one"
             )
-            texts.append(describe_turns(turned, section))
+            more += f" {describe_turns(turned, section)}"
             cells.append(name_place(turned, "cells that keep some of the rows"))
     if not heads:
         return None
     headline = "; ".join(heads)
     jointly = " (each count jointly at 95 %)" if counted else ""
-    return Conclusion(f"{headline[0].upper()}{headline[1:]}{jointly}.", " ".join(texts), "; ".join(cells))
+    return Conclusion(f"{headline[0].upper()}{headline[1:]}{jointly}.", " ".join(texts), "; ".join(cells), more)
 
 
 def list_cut(section: Section) -> list[TurnScores]:

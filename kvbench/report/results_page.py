@@ -43,7 +43,6 @@ from kvbench.report.results_conclusions import (
     conclude_long,
     conclude_no_worse,
     conclude_presets,
-    draw_conclusions,
 )
 from kvbench.report.results_cost import CostTable, describe_slow, format_costs, read_cost_tables, read_prefill_ratios
 from kvbench.report.results_figure import FIGURE, choose_figure, draw_figure, list_compared
@@ -80,6 +79,16 @@ TITLES = {  # sub-page -> its title, and the question that it answers
     COST: ("Cost", "What do a token and the first token cost in time?"),
     MEASURED: ("What was measured", "By which commands, on which machines, and with which code?"),
 }
+RULES = {  # sub-page -> the rules whose conclusions answer it; docs/results.md has the first one of each page of FIRST
+    EQUAL: (conclude_best, conclude_no_worse),
+    HIDDEN: (conclude_hidden,),
+    CODECS: (conclude_codecs,),
+    PRESETS: (conclude_presets,),
+    LONG: (conclude_long,),
+    TURNS: (conclude_long,),
+    MODELS: (conclude_lengths,),
+}
+FIRST = (EQUAL, HIDDEN, CODECS, PRESETS, LONG)
 CHANGES_FIRST = (HIDDEN, CODECS)  # sub-pages whose question asks for what a setting changes
 PARTS = {"presets": PRESETS, SEEDS: PRESETS}  # parts with a sub-page of their own, whatever their lines say
 FRONT = """\
@@ -110,7 +119,7 @@ TIES = (
 )
 ONE_BEST = "Of the raw cells of similar bytes, {best} is shown to be the best each time. "
 HOLLOW = "Hollow marks are methods that keep all rows but attend to few."
-RULES = """\
+FIXED = """\
 A fixed rule makes each conclusion from the data, whatever the outcome. Each stands on one model: smollm2_long if it was
 measured for this topic, else smollm2, else reference. Of this model it takes the task and length with most answers. The
 rules are: the best of the most cells compared at {level} of the bytes, and the fewest bytes that lose at most a
@@ -337,15 +346,17 @@ def format_front(
     )
     if FIGURE not in pictures:
         text = "\n".join(line for line in text.splitlines() if not line.startswith("!["))
-    drawn = [
-        wrap(f"{number}. {each.write()}", "   ") for number, each in enumerate(draw_conclusions(sections, margin), 1)
+    drawn = {page: each for page in FIRST if (each := RULES[page][0](sections, margin)) is not None}
+    numbered = [
+        wrap(f"{number}. {each.write(short=True)} ([more]({name_page(page)}))", "   ")
+        for number, (page, each) in enumerate(drawn.items(), 1)
     ]
     more = [f"| [{title}]({name_page(page)}) | {question} |" for page, (title, question) in TITLES.items()]
     more += ["| [Which method should I use?](which-method.md) | What do these results recommend? |"]
     return "\n".join(
         [
-            *(wrap_paragraphs(text), *(f"{paragraph}\n" for paragraph in drawn)),
-            wrap_paragraphs(RULES.format(level=format_budget(LEVEL))),
+            *(wrap_paragraphs(text), *(f"{paragraph}\n" for paragraph in numbered)),
+            wrap_paragraphs(FIXED.format(level=format_budget(LEVEL))),
             *("## What they cannot tell", "", *format_limits(sections)),
             *("## More", "", "| page | question |", "|---|---|", *more, ""),
         ]
@@ -401,17 +412,9 @@ def drop_repeated(lines: Sequence[str]) -> list[str]:
 
 def answer_page(page: str, sections: Sequence[Section], margin: float) -> list[Conclusion]:
     """Return the conclusions of docs/results.md that answer the question of a sub-page."""
-    rules = {
-        EQUAL: (conclude_best, conclude_no_worse),
-        HIDDEN: (conclude_hidden,),
-        CODECS: (conclude_codecs,),
-        PRESETS: (conclude_presets,),
-        MODELS: (conclude_lengths,),
-    }
-    tasks = {LONG: LONG_TASKS, TURNS: TURN_TASKS}
-    drawn = [rule(sections, margin) for rule in rules.get(page, ())]
-    if page in tasks:
-        drawn = [conclude_long([section for section in sections if section.task in tasks[page]], margin)]
+    tasks = {LONG: LONG_TASKS, TURNS: TURN_TASKS}.get(page)
+    shown = [section for section in sections if tasks is None or section.task in tasks]
+    drawn = [rule(shown, margin) for rule in RULES.get(page, ())]
     return [conclusion for conclusion in drawn if conclusion is not None]
 
 
