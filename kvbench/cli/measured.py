@@ -141,13 +141,12 @@ def print_lines(path: Path) -> int:
 def print_power(options: Namespace) -> int:
     """Print what the samples of each part can tell apart, and return 0."""
     from kvbench.config.catalogue import translate_errors
-    from kvbench.config.compose import expand_cells
     from kvbench.sweeps.power_table import describe_columns, describe_power
 
     measured, width = options.results / "measured", find_width()
     with translate_errors():
         for part in choose_study_parts(options.parts, options.file or STUDY):
-            cells = [cell for sweep in part.list_sweeps(options.results) for cell in expand_cells(sweep)]
+            cells = part.list_cells(options.results)
             lines = describe_power(cells, measured, width, options.deviation, options.rate or part.rate, part.pairs)
             print("\n".join([f"part {part.name}: {part.title}", *lines, ""]))
     print("\n".join(describe_columns(width)))

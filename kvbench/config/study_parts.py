@@ -11,6 +11,7 @@ from typing import Any
 
 import yaml
 
+from kvbench.config.compose import expand_cells
 from kvbench.config.paths import CONF
 from kvbench.validation import SettingError, is_number, require_choice
 
@@ -66,6 +67,10 @@ class StudyPart:
     def list_sweeps(self, results: Path) -> list[list[str]]:
         """Return the arguments of each line of all sweeps (`list_stages`)."""
         return [line for lines in self.list_stages(results) for line in lines]
+
+    def list_cells(self, results: Path) -> list[list[str]]:
+        """Return the arguments of each cell of all sweeps, without those of the full cache."""
+        return [cell for sweep in self.list_sweeps(results) for cell in expand_cells(sweep)]
 
     def _spell_out(self) -> list[list[str]]:
         """Return the lines of each sweep, with what they have in common."""

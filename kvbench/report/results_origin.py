@@ -8,7 +8,6 @@ from pathlib import Path
 
 from kvbench.analysis.result_lines import Line
 from kvbench.analysis.text_table import Column, format_markdown
-from kvbench.config.compose import expand_cells
 from kvbench.config.study_parts import StudyPart, read_study
 from kvbench.report.results_cells import list_methods
 from kvbench.report.results_text import join_words, wrap
@@ -102,17 +101,12 @@ def list_known() -> Mapping[str, StudyPart]:
 
 def count_planned(part: StudyPart) -> int:
     """Return the number of cells of a part of conf/measured.yaml, without those of the full cache."""
-    return len(list_planned(part))
-
-
-def list_planned(part: StudyPart) -> list[list[str]]:
-    """Return the overrides of each cell of a part of conf/measured.yaml, without those of the full cache."""
-    return [cell for sweep in part.list_sweeps(Path("results")) for cell in expand_cells(sweep)]
+    return len(part.list_cells(Path("results")))
 
 
 def count_planned_methods(part: StudyPart) -> Counter[str]:
     """Return the number of cells of each method of a part of conf/measured.yaml."""
-    chosen = (text.partition("=") for cell in list_planned(part) for text in cell)
+    chosen = (text.partition("=") for cell in part.list_cells(Path("results")) for text in cell)
     return Counter(value for name, _, value in chosen if name == "method")
 
 
