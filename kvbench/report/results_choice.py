@@ -275,8 +275,8 @@ def recommend_speed(tables: Sequence[CostTable], column: Column | None = None) -
     ratios = format_range([float(row[RATIO]) for row in rows], "{:.2f}".format)
     text = (
         f"With 128k tokens in the shape of Llama-3.1-8B on {table.machine}, the shortest median time for a token is "
-        f"{ratios} of the full cache's: {'; '.join(row[''] for row in rows)}. Their scores say which "
-        "of them to take. [What methods cost](results-cost.md) has all cells, and what they add to the first token."
+        f"{ratios} of the full cache's: {'; '.join(row[''] for row in rows)}. [What methods cost](results-cost.md) "
+        "has all cells, and what they add to the first token."
     )
     low = sort_by_score(list_low(column.cells)) if column else []
     if column and low:

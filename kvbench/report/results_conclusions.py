@@ -394,8 +394,8 @@ def conclude_hidden(sections: Sequence[Section], margin: float) -> Conclusion | 
     most = max(changed, key=lambda line: (abs(line["question_gain"]), line["label"]))
     rise = f" and raises it in {len(risen)}" if risen else ""
     held = format_range([line["bytes_held"] for line in changed], say_percent)
+    up = f" It rises for {name_cells(risen)}." if risen and len(risen) <= FEW else ""
     others = f" The score falls for {name_cells(fallen)}." if 1 < len(fallen) <= MANY else ""
-    others += f" It rises for {name_cells(risen)}." if risen and len(risen) <= FEW else ""
     if same:
         named = f" No change is shown for {name_cells(same)}."
         others += (
@@ -403,7 +403,6 @@ def conclude_hidden(sections: Sequence[Section], margin: float) -> Conclusion | 
             if len(same) <= FEW
             else f" In {len(same)} no change is shown{describe_chance(same, column.section, sections)}."
         )
-    others += f" With the question's rows, which come on top of the budget, the cells hold {held} of the bytes."
     best, (first, more) = column.leaders[0], describe_best(column, sections)
     if best in changed and best != most:
         own = f"The difference of {name_cell(best)} from its score with the question visible"
@@ -411,8 +410,9 @@ def conclude_hidden(sections: Sequence[Section], margin: float) -> Conclusion | 
     return Conclusion(
         f"With a budget of {format_budget(column.budget)}, cutting the cache before the question is known lowers the "
         f"score in {len(fallen)} of {len(changed)} cells{rise} (jointly at 95 %).",
-        f"The largest change is that of {name_cell(most)}: {format_change(most, 'question_gain')}. "
-        f"With {column.share} of the bytes, {name_leaders(column)}. {first}",
+        f"The largest change is that of {name_cell(most)}: {format_change(most, 'question_gain')}.{up} With the "
+        f"question's rows, which come on top of the budget, the cells hold {held} of the bytes. With {column.share}, "
+        f"{name_leaders(column)}. {first}",
         name_place(column.section, f"raw rows, budget {format_budget(column.budget)}"),
         f"{others}{more}",
     )
@@ -540,7 +540,7 @@ def describe_kept(sections: Sequence[Section], margin: float) -> str:
     count = len(list_smaller(section))
     cells = f"{count} cell{'' if count == 1 else 's'} of {name_part(section)}"
     smallest = f" Of the {cells} with fewer bytes than the full cache, the smallest that is"
-    return f"{smallest} shown to [lose at most {bound}](which-method.md) is {first}{then}."
+    return f"{smallest} shown to [lose at most {bound}](statistics.md#margins-and-counts) is {first}{then}."
 
 
 def conclude_no_worse(sections: Sequence[Section], margin: float) -> Conclusion | None:
@@ -558,13 +558,28 @@ def conclude_no_worse(sections: Sequence[Section], margin: float) -> Conclusion 
         mean = f" in the mean of {section.subtasks} subtasks" if section.subtasks > 1 else ""
         headline = f"With {share} of the bytes, {name_cell(line)} is shown to lose at most {bound}{mean}."
         text = f"It scores {scores}{say_files(line)}.{describe_worst(line)}{describe_other_kept(kept)} "
+        named = [line, *(other for other in kept[1:] if line["method"] in TWICE and other["method"] not in TWICE)][:2]
         text += f"{count} cells with fewer bytes than the full cache were compared with the full cache."
+        text += "".join(describe_other_lengths(cell, section, sections) for cell in named)
     else:
         headline = f"No cell that holds fewer bytes than the full cache is shown to lose at most {bound}."
         text = f"That takes a whole interval above -{bound}, so some of them may lose less all the same. "
         text += f"Of {count} cells, {name_cell(line)} with {share} of the bytes{say_files(line)} comes nearest: "
         text += f"{scores}."
     return Conclusion(headline, f"{text} {ALONE.format(bound=bound)}", name_place(section, name_budget(line)))
+
+
+def describe_other_lengths(line: Line, section: Section, sections: Sequence[Section]) -> str:
+    """Return a cell's differences from the full cache with prompts of other lengths, with a space before it."""
+    found = [
+        f"{format_change(each, 'difference')} ({other.protocol[3]})"
+        for other in sections
+        if other.protocol[:3] == section.protocol[:3] and other.protocol[3] != section.protocol[3]
+        for each in other.cells
+        if (each["label"], each["budget"]) == (line["label"], line["budget"])
+    ]
+    own = f"the difference of {name_cell(line)} from the full cache"
+    return f" With prompts of other lengths, {own} is {join_words(found, 'and')}." if found else ""
 
 
 def describe_worst(line: Line) -> str:
@@ -613,18 +628,21 @@ def conclude_presets(sections: Sequence[Section], margin: float) -> Conclusion |
     one, other = lines[widest.one], lines[widest.other]
     spreads = find_spreads(section)
     apart, count = sum(spread.apart for spread in spreads), sum(spread.pairs for spread in spreads)
+    known = {lines[cell["hash"]]["method"] for spread in spreads for cell in spread.cells}
+    told = {lines[cell["hash"]]["method"] for spread in spreads if spread.apart for cell in spread.cells}
     in_all = (
-        f" Of all {count} pairs of cells of one method, budget and similar bytes, {apart} are told apart (jointly at "
-        "95 %)."
+        f" Of all {count} pairs of cells of one method, budget and similar bytes, planned or not, {apart} are told "
+        f"apart, in {len(told)} of {count_things(len(known), 'method')} (jointly at 95 %)."
     )
     return Conclusion(
         f"Settings alone change the score of {len(set(differ))} of {len(methods)} methods, in {len(differ)} of "
         f"{len(pairs)} planned comparisons (jointly at 95 %).",
         f"The widest of these is that of {name_cell(one)} and {name_cell(other)} with a budget of "
         f"{format_budget(one['budget'])}: {format_number(one['score'])} and {format_number(other['score'])}, a "
-        f"difference of {format_difference(*widest.change)}.{describe_files(section, sections)}",
+        f"difference of {format_difference(*widest.change)}.{in_all if count > len(pairs) else ''}"
+        f"{describe_files(section, sections)}",
         name_place(section, "two presets of a method at one budget"),
-        f"{in_all if count > len(pairs) else ''}{describe_order(section)}{describe_hidden_settings(section, paired)}",
+        f"{describe_order(section)}{describe_hidden_settings(section, paired)}",
     )
 
 
@@ -635,8 +653,9 @@ def describe_hidden_settings(visible: Section, paired: Sequence[Section]) -> str
             pairs = pair_settings(section)
             differ = sum(each.sign != 0 for each in pairs)
             unequal = len(pair_settings(section, inf)) - len(pairs)
-            rest = f"; in the other {unequal}, the bytes differ by more than {say_percent(EQUAL)}" if unequal else ""
-            return f" With the question hidden, {differ} of {len(pairs)} such comparisons show a difference{rest}."
+            these = count_things(len(pairs), "such comparison")
+            rest = f"; {unequal} of other bytes {'is' if unequal == 1 else 'are'} left out"
+            return f" With the question hidden, {differ} of {these} show a difference{rest if unequal else ''}."
     return ""
 
 
@@ -647,7 +666,11 @@ def describe_files(presets: Section, sections: Sequence[Section]) -> str:
     if not spreads:
         return ""
     pairs, apart = sum(spread.pairs for spread in spreads), [spread for spread in spreads if spread.apart]
-    found = "none is told apart (jointly at 95 %)"
+    widest = max(abs(spread.change[0]) for spread in spreads)
+    found = (
+        f"none is shown to differ (jointly at 95 %); the largest difference is {format_number(widest)} points, which "
+        "is likely to be exaggerated"
+    )
     if apart:
         found = f"these are told apart (jointly at 95 %): {join_words(list(map(describe_spread, apart)), 'and')}"
     return f" Of {count_things(pairs, 'pair')} of files that differ in their seeds alone (part seeds), {found}."
@@ -865,13 +888,17 @@ def describe_smaller(section: Section, smaller: Sequence[Line], margin: float, c
     text = f"On `{section.task}` the full cache scores {format_score_interval(full)}."
     if counts or undecided == len(smaller):
         text += f" {describe_losses(len(smaller), kept, less, bound, ' with fewer bytes')}"
+        shown = [line for line in smaller if is_kept(line, full, margin)]
+        names = [f"{name_cell(line)} with {say_percent(line['bytes_held'])} of the bytes" for line in shown]
+        if 0 < kept <= FEW:
+            text += f" {'That is' if kept == 1 else 'These are'} {join_words(names, 'and')}."
     if undecided == len(smaller):
         width = sum(line["high"] - line["low"] for line in smaller) / len(smaller) / 2
         return f"{text} The 95 % intervals of their differences reach {width:.0f} points to either side, in the mean."
     share = say_percent(best["bytes_held"])
     text += f" {name_cell(best)} with {share} of the bytes scores most: {format_score_interval(best)}"
-    shown = not counts and bound > 0 and is_kept(best, full, margin)
-    return f"{text}, and is shown to lose at most {bound:.1f} points." if shown else f"{text}."
+    loses_little = not counts and bound > 0 and is_kept(best, full, margin)
+    return f"{text}, and is shown to lose at most {bound:.1f} points." if loses_little else f"{text}."
 
 
 def count_losses(section: Section, smaller: Sequence[Line], margin: float) -> tuple[int, int, int]:

@@ -291,4 +291,4 @@ def describe_turned(sections: Sequence[Section]) -> str:
         texts.append(f"{turned if OPPOSITE in of_models else 'Between these models: '}{say_agreement(of_models)}")
     if of_lengths:
         texts.append(f"Between prompts of several lengths, {say_agreement(of_lengths)}")
-    return f"{'. '.join(texts)} ([which](results-models-and-lengths.md))." if texts else ""
+    return f"{'. '.join(texts)}." if texts else ""

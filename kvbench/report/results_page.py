@@ -47,7 +47,7 @@ from kvbench.report.results_conclusions import (
 from kvbench.report.results_cost import CostTable, describe_slow, format_costs, read_cost_tables, read_prefill_ratios
 from kvbench.report.results_figure import FIGURE, choose_figure, draw_figure, list_compared
 from kvbench.report.results_limits import describe_models, format_limits
-from kvbench.report.results_models import format_lengths, format_models
+from kvbench.report.results_models import describe_turned, format_lengths, format_models
 from kvbench.report.results_origin import describe_origin, describe_progress, list_known
 from kvbench.report.results_pictures import draw_pictures, list_pictures
 from kvbench.report.results_tables import (
@@ -88,7 +88,7 @@ RULES = {  # sub-page -> the rules whose conclusions answer it; docs/results.md 
     TURNS: (conclude_long,),
     MODELS: (conclude_lengths,),
 }
-FIRST = (EQUAL, HIDDEN, CODECS, PRESETS, LONG)
+FIRST = {page: [page] for page in (EQUAL, HIDDEN, CODECS, PRESETS)} | {LONG: [LONG, TURNS]}  # -> the pages with more
 CHANGES_FIRST = (HIDDEN, CODECS)  # sub-pages whose question asks for what a setting changes
 PARTS = {"presets": PRESETS, SEEDS: PRESETS}  # parts with a sub-page of their own, whatever their lines say
 FRONT = """\
@@ -304,6 +304,11 @@ def name_page(page: str) -> str:
     return f"results-{page}.md"
 
 
+def link_page(page: str) -> str:
+    """Return a link to a sub-page, whose text is its title."""
+    return f"[{TITLES[page][0]}]({name_page(page)})"
+
+
 def find_page(section: Section) -> str:
     """Return the sub-page of a section: by its part, task, whether most of its cells have a codec, and its question."""
     if section.part in PARTS:
@@ -348,10 +353,10 @@ def format_front(
         text = "\n".join(line for line in text.splitlines() if not line.startswith("!["))
     drawn = {page: each for page in FIRST if (each := RULES[page][0](sections, margin)) is not None}
     numbered = [
-        wrap(f"{number}. {each.write(short=True)} ([more]({name_page(page)}))", "   ")
+        wrap(f"{number}. {each.write(short=True)} More: {', '.join(map(link_page, FIRST[page]))}.", "   ")
         for number, (page, each) in enumerate(drawn.items(), 1)
     ]
-    more = [f"| [{title}]({name_page(page)}) | {question} |" for page, (title, question) in TITLES.items()]
+    more = [f"| {link_page(page)} | {question} |" for page, (_, question) in TITLES.items()]
     more += ["| [Which method should I use?](which-method.md) | What do these results recommend? |"]
     return "\n".join(
         [
@@ -474,7 +479,9 @@ def list_changes(page: str, sections: Sequence[Section]) -> dict[str, list[str]]
             spreads = [wrap(ONE_SEED), "", *spreads]
         return {"How much presets, settings and files change": spreads}
     if page == MODELS:
-        return {"Longer prompts": format_lengths(sections), "Planned comparisons": format_models(sections)}
+        compared, turned = format_models(sections), describe_turned(sections)
+        told = [wrap(turned), ""] if turned else []
+        return {"Longer prompts": format_lengths(sections), "Planned comparisons": compared and [*told, *compared]}
     if page == CODECS:
         return {
             "At equal bytes": format_equal_bytes(sections),

@@ -22,6 +22,7 @@ from kvbench.analysis.text_table import (
 from kvbench.report.results_cells import (
     ALL,
     EVICTING,
+    LONG_TASKS,
     POINT,
     READING,
     SEEDS,
@@ -100,6 +101,10 @@ PLANNED_SIGNS = (
     "**Planned comparisons.** The signs hold together with 95 % confidence for the {count} planned comparisons of the "
     "part that were measured (Holm's procedure)."
 )
+ENDS = (
+    "**How answers end.** *tokens* is the mean number of tokens of an answer, and *at the limit* the share of answers "
+    "that the task's limit of tokens ended. An answer that is much shorter than the full cache's has left out steps."
+)
 POINTS = (
     "These cells have no budget of bytes in common, so each stands at its measured bytes: a codec packs the rows, or "
     "the method decides how many rows stay."
@@ -124,7 +129,21 @@ def format_section(section: Section, margin: float) -> list[str]:
     for kind, sentences in {READING: [READERS, *describe_holders(section)], POINT: [POINTS]}.items():
         if section.list_cells(kind):
             text += [wrap(" ".join(sentences)), "", *format_listed(section, kind, margin), ""]
-    return [*text, *format_turns(section), *format_planned(section)]
+    return [*text, *format_ends(section), *format_turns(section), *format_planned(section)]
+
+
+def format_ends(section: Section) -> list[str]:
+    """Return the table of how long answers are, and how many a limit ended; empty for tasks with short answers."""
+    if section.task not in LONG_TASKS:
+        return []
+    columns = [
+        Column("cell", "", lambda line: line["label"]),
+        Column("budget", "", lambda line: format_budget(line["budget"])),
+        Column("score", "", lambda line: format_number(line["score"])),
+        Column("tokens", "", lambda line: f"{line['tokens_out']:,.0f}"),
+        Column("at the limit", "", lambda line: format_percent(line["at_limit"])),
+    ]
+    return [wrap(ENDS), "", *format_markdown(columns, sort_by_score(section.cells)), ""]
 
 
 def format_turns(section: Section) -> list[str]:

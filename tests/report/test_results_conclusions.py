@@ -134,9 +134,11 @@ def test_hiding_the_question_is_counted_jointly():
     lines = [make_full(), make_full(question="hidden"), *make_class(*BEST), *hidden]
     sentence = conclude_hidden(split_sections({"a": lines}), 3.0)
     assert "lowers the score in 1 of 3 cells (jointly at 95 %)." in sentence.headline
-    assert sentence.first.startswith("The largest change is that of `kvzip`: -30.0 [-40.0, -20.0]. With 20 % of")
-    start = " No change is shown for `tova` and `random`. With the question's rows, which come on top of the budget, "
-    assert sentence.more.startswith(f"{start}the cells hold 20 % of the bytes.")
+    start = (
+        "The largest change is that of `kvzip`: -30.0 [-40.0, -20.0]. With the question's rows, which come on top of "
+    )
+    assert sentence.first.startswith(f"{start}the budget, the cells hold 20 % of the bytes. With 20 %, `kvzip` has the")
+    assert sentence.more.startswith(" No change is shown for `tova` and `random`.")
     assert sentence.write(short=True).endswith(sentence.first) and sentence.write().endswith(sentence.more)
     assert conclude_hidden(split(a=make_class(*BEST)), 3.0) is None
     names = [line["label"] for line in lines[3:5]]
@@ -149,7 +151,7 @@ def test_hiding_the_question_is_counted_jointly():
     assert describe_chance(lines[3:4], seen[-1], seen) == describe_chance(cut[-1:], seen[-1], seen[-1:]) == ""
     fallen = [line | gains for line in hidden]
     text = conclude_hidden(split_sections({"a": [*lines[:5], *fallen]}), 3.0).text
-    assert " The score falls for `kvzip`, `tova` and `random`. With the question's rows," in text
+    assert " The score falls for `kvzip`, `tova` and `random`. Each of" in text
     hidden[2] |= {"question_gain": 35.0, "question_gain_low": 30.0, "question_gain_high": 40.0, "question_gain_sign": 1}
     lines = [make_full(), make_full(question="hidden"), *make_class(*BEST), *hidden]
     both = conclude_hidden(split_sections({"a": lines}), 3.0)
@@ -185,7 +187,7 @@ def test_more_samples_of_a_cell_that_is_named_are_told():
 
 def test_the_first_conclusion_says_how_few_bytes_lose_little():
     twice, once = (make_line(name, budget, 89.0, low=-2.5) for name, budget in (("kvzip", 0.3), ("tova", 0.5)))
-    bound = "shown to [lose at most 3.0 points](which-method.md) is "
+    bound = "shown to [lose at most 3.0 points](statistics.md#margins-and-counts) is "
 
     def describe(*kept: dict) -> str:
         return conclude_best(split(a=[*make_class(*BEST), *kept]), 3.0).first
@@ -222,7 +224,7 @@ def test_settings_of_one_method_are_compared_as_planned():
     ]
     lines.append(lines[1] | {"hash": "6", "label": "a c"})
     in_all = conclude_presets(split_sections({"p": lines}, {"p": PartNumbers(lines, planned, varied)}), 3.0)
-    assert "Of all 3 pairs of cells" in in_all.text and ", 2 are told apart" in in_all.text
+    assert "Of all 3 pairs of cells" in in_all.text and ", 2 are told apart, in 1 of 1 method (jointly" in in_all.text
     for changed in ({"bytes_held": 0.3}, {"label": "a · codec.path=x"}, {"allocator": "ada"}):
         other = [line | changed if line["hash"] == "2" else line for line in lines]
         [section] = split_sections({"p": other}, {"p": PartNumbers(other, planned)})
@@ -252,8 +254,11 @@ def test_settings_of_one_method_are_compared_as_planned():
     alike = PartNumbers(seeds.lines, [], [CellComparison("s0", "s1", (3.0, -1.0, 7.0), 0)])
     numbers = PartNumbers([*lines, *hidden], [*planned, *unseen], varied)
     told = conclude_presets(split_sections(parts, {"p": numbers, "seeds": alike}), 3.0)
-    assert "2 of 2 such comparisons show a difference; in the other 1, the bytes differ by more than 5 %." in told.more
-    assert told.first.endswith("none is told apart (jointly at 95 %).")
+    assert "2 of 2 such comparisons show a difference; 1 of other bytes is left out." in told.more
+    assert told.first.endswith(
+        "none is shown to differ (jointly at 95 %); the largest difference is 3.0 points, which is likely to be "
+        "exaggerated."
+    )
     assert conclude_presets(split(p=cells), 3.0) is None
 
 
@@ -357,6 +362,10 @@ def test_the_fewest_bytes_are_those_of_a_cell_that_is_shown_to_be_no_worse():
     needs = make_line("tova · delta", 0.5, 89.0, codec="delta", low=-1.0, bytes_with_files=0.6)
     assert "against the full cache (60 % with its file)." in conclude_no_worse(split(a=[needs]), 3.0).text
     assert conclude_no_worse(split_sections({"a": [make_full(score=0.0), small]}), 3.0) is None
+    longer = [line | {"protocol": "length 8192", "n": 99} for line in (make_full(), middle | {"difference": -7.0})]
+    beside = conclude_no_worse(split_sections({"a": [make_full(), middle], "b": longer}), 3.0).text
+    other = "With prompts of other lengths, the difference of `snapkv` from the full cache is -7.0"
+    assert other in beside and "(length 8192)." in beside and other not in shown.text
 
 
 def test_long_answers_and_several_turns_share_a_conclusion():

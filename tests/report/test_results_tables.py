@@ -22,6 +22,7 @@ from kvbench.report.results_tables import (
     describe_holders,
     describe_separation,
     format_bytes,
+    format_ends,
     format_equal_bytes,
     format_scores,
     format_section,
@@ -76,6 +77,16 @@ def test_only_cells_of_like_bytes_are_ranked_together():
     assert "None of 4 cells is shown to lose" in sentence and "6.0%" not in sentence  # no class of evicting cells
     [sentence] = describe_separation(split(*packed), 3.0)
     assert "at 6.0% of the bytes" in sentence and "2 of 2 cells are shown to lose" in sentence
+
+
+def test_long_answers_say_how_they_end():
+    lines = [make_full(tokens_out=1346.8), make_line("sink", 0.2, 9.0, tokens_out=812.4, at_limit=0.25)]
+    [section] = split_sections({"a": [line | {"task": "ledger"} for line in lines]})
+    assert list_rows(format_ends(section)) == [
+        ["full cache", "100 %", "90.0", "1,347", "0.0%"],
+        ["sink", "20 %", "9.0", "812", "25.0%"],
+    ]
+    assert format_ends(split(lines[1])) == []
 
 
 def test_rows_go_by_their_mean_score_and_say_their_bytes():
@@ -221,8 +232,7 @@ def test_comparisons_are_compared_between_models():
     assert describe_turned(sections) == (
         "Even between these models, the better of two cells changes: of 3 comparisons, the signs are the same in 1 and "
         "opposite in 1; in 1, at least one is not shown. Between prompts of several lengths, of 1 comparison, the "
-        "signs are the same in 0 and opposite in 1; in 0, at least one is not shown "
-        "([which](results-models-and-lengths.md))."
+        "signs are the same in 0 and opposite in 1; in 0, at least one is not shown."
     )
     assert rows[4] == ["snapkv, 20 %", "kvzip, 20 %", more, "-9.0 \\[-10.0, -8.0\\]", more, "opposite"]
     lengths = list_rows(format_lengths(sections))
