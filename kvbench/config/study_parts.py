@@ -11,7 +11,6 @@ from typing import Any
 
 import yaml
 
-from kvbench.config.compose import expand_cells
 from kvbench.config.paths import CONF
 from kvbench.validation import SettingError, is_number, require_choice
 
@@ -70,6 +69,8 @@ class StudyPart:
 
     def list_cells(self, results: Path) -> list[list[str]]:
         """Return the arguments of each cell of all sweeps, without those of the full cache."""
+        from kvbench.config.compose import expand_cells  # imports Hydra, which --help does without
+
         return [cell for sweep in self.list_sweeps(results) for cell in expand_cells(sweep)]
 
     def _spell_out(self) -> list[list[str]]:
