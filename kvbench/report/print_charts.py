@@ -186,13 +186,13 @@ def make_legend(height: float) -> alt.Legend:
 
 
 def make_key(entries: Sequence[Mapping[str, Any]], width: float) -> alt.LayerChart:
-    """Return a key of lines, marks and names, in as many columns as fit."""
+    """Return a key of lines, marks and names, in as many columns as fit. The mark of a `hollow` entry is not filled."""
     column = min(width, 42 + LETTER * max(len(entry["label"]) for entry in entries))
     columns = max(1, int(width // column))
     places = [(at % columns * column, 8 + 17 * (at // columns)) for at in range(len(entries))]
     values = [
         {name: entry[name] for name in ("label", "colour", "shape", "dash")}
-        | {"x": x, "end": x + 24, "mid": x + 12, "y": y}
+        | {"hollow": bool(entry.get("hollow")), "x": x, "end": x + 24, "mid": x + 12, "y": y}
         for entry, (x, y) in zip(entries, places, strict=True)
     ]
 
@@ -201,11 +201,13 @@ def make_key(entries: Sequence[Mapping[str, Any]], width: float) -> alt.LayerCha
 
     base = alt.Chart(alt.Data(values=values)).encode(y=alt.Y("y:Q", scale=None, axis=None), color=charts.COLOUR)
     line = base.transform_filter("datum.dash").mark_rule(strokeWidth=2)
-    mark = base.transform_filter("datum.shape").mark_point(filled=True, size=60, opacity=1)
+    marks = [base.transform_filter("datum.shape && !datum.hollow").mark_point(filled=True, size=60, opacity=1)]
+    if any(value["hollow"] for value in values):
+        marks.append(base.transform_filter("datum.hollow").mark_point(filled=False, size=60, opacity=1))
     name = base.mark_text(align="left", dx=6, fontSize=11, limit=width - 30)
     return charts.stack_layers(
         line.encode(x=at("x"), x2="end", strokeDash=charts.DASH),
-        mark.encode(x=at("mid"), shape=charts.SHAPE),
+        *(mark.encode(x=at("mid"), shape=charts.SHAPE) for mark in marks),
         name.encode(x=at("end"), text="label:N", color=alt.value(charts.INK)),
     ).properties(width=width, height=places[-1][1] + 8)
 

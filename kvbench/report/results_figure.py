@@ -3,8 +3,8 @@
 It shows the section of the main protocol with most cells, with the question visible. A band spans evicting cells that
 hold similar bytes and of which no two are told apart, from the lowest to the highest of their scores. Bands stand to
 the right of their cells, and those that overlap side by side. Up to NAMED labels have colours, of which no two are the
-same, and stand in the key, the highest score first: those on the front by bytes, those that may be the best, and those
-with the highest scores. Other cells are grey.
+same, and stand in the key, the highest score first: those on the front by bytes, those on the front of the cells that
+read each prompt once, those that may be the best, and those with the highest scores. Other cells are grey.
 Methods that read few of many rows lie at the bytes that they hold, and have hollow marks.
 """
 
@@ -21,6 +21,7 @@ from kvbench.report.results_cells import (
     EVICTING,
     POINT,
     READING,
+    TWICE,
     Section,
     classify,
     find_front,
@@ -67,7 +68,9 @@ def make_drawing(section: Section, pixels: float) -> Drawing:
     classes = list_compared(section)
     leaders = [line for cells in classes for line in list_leaders(cells)]
     cells = section.list_cells(EVICTING, POINT)
-    named = name_labels([*find_front(cells), *find_best_of_labels(leaders), *find_best_of_labels(cells)])
+    fronts = find_front(cells), find_front([line for line in cells if line["method"] not in TWICE])
+    best = find_best_of_labels(leaders), find_best_of_labels(cells)
+    named = name_labels([line for some in (*fronts, *best) for line in some])
     styles = choose_looks(named)
     rows = [describe_point(line, styles) for line in list_methods(section.cells)]
     bands = [band for cells in classes for band in describe_bands(list_ties(cells))]
@@ -77,7 +80,8 @@ def make_drawing(section: Section, pixels: float) -> Drawing:
     if not all(row["named"] for row in rows):
         key += [{"label": "other cells", "colour": GREY, "shape": "circle", "dash": None}]
     if any(row["kind"] == READING for row in rows):
-        key += [{"label": "keeps all rows, reads few (hollow)", "colour": GREY, "shape": "circle", "dash": None}]
+        entry = {"label": "keeps all rows, reads few", "colour": GREY, "shape": "circle", "dash": None}
+        key += [entry | {"hollow": True}]
     if bands:
         key += [{"label": "cells that are not told apart", "colour": PALE, "shape": "square", "dash": None}]
     about = [section.full["average"], f"{section.samples} samples a cell"]

@@ -533,6 +533,11 @@ def test_the_figure_shows_ties_as_bands():
     assert [entry["label"] for entry in drawing.key][:2] == ["kvzip", "tova"] and drawing.about[
         -1
     ] == "120 samples a cell"
+    assert [entry["label"] for entry in drawing.key if entry.get("hollow")] == ["keeps all rows, reads few"]
+    twice = make_line("kvzip", 0.2, 80.0)
+    once = [make_line(f"m{number}", 0.3 + 0.05 * number, 60.0 + number) for number in range(NAMED)]
+    key = [entry["label"] for entry in make_drawing(split(a=[twice, *once])[0], 600).key]
+    assert "kvzip" in key and "m0" in key  # on the front of those that read once, which kvzip beats
     [layer, *_] = drawing.chart(500).to_dict(validate=False)["layer"]
     assert layer["data"] == {"name": "whole"} and drawing.tables["bands"] == describe_bands([cells[:2]])
     fourth = make_line("sink", 0.2, 20.0)
