@@ -746,11 +746,15 @@ def conclude_lengths(sections: Sequence[Section], margin: float) -> Conclusion |
         if pair.question == "visible"
     }
     scores = join_words([f"{full[place]} ({place.also})" for place in places if place in full], "and")
+    names: dict[str, dict[str, None]] = {}
+    for each in (next(iter(found.values())) for found in compared.values()):
+        names.setdefault(f"`{each.one['method']}`", {})[f"`{each.other['method']}`"] = None
+    named = join_words([f"{one} with {join_words(list(others), 'and')}" for one, others in names.items()], "and")
     return Conclusion(
         f"Of {count_things(len(kinds), 'comparison')} planned for several lengths of the prompts, {kinds.count(SAME)} "
         f"{'shows' if kinds.count(SAME) == 1 else 'show'} the same sign at all lengths and {kinds.count(OPPOSITE)} "
         "opposite ones (the signs of each part jointly at 95 %).",
-        f"In {kinds.count(OPEN)}, a sign is not shown."
+        f"In {kinds.count(OPEN)}, a sign is not shown. They compare {named}."
         + (f" With the question visible, the full cache scores {scores}." if scores else "")
         + describe_longest(own),
         f"{join_words([name_part(section) for section in used.values()], 'and')}, {own[0].model}, {own[0].task}, "

@@ -242,8 +242,9 @@ def test_comparisons_are_compared_between_models():
     assert conclude_lengths(sections, 3.0).write() == (
         "**Of 1 comparison planned for several lengths of the prompts, 0 show the same sign at all lengths and 1 "
         "opposite ones (the signs of each part jointly at 95 %).** *(part many and part longer, smollm2_long, ruler, "
-        "length 4096 and length 16384: pairs of cells)* In 0, a sign is not shown. With the question visible, the full "
-        "cache scores 90.0 (length 4096) and 90.0 (length 16384). From the shortest to the longest prompts, it falls "
+        "length 4096 and length 16384: pairs of cells)* In 0, a sign is not shown. They compare `snapkv` with "
+        "`kvzip`. With the question visible, the full cache "
+        "scores 90.0 (length 4096) and 90.0 (length 16384). From the shortest to the longest prompts, it falls "
         "most in `b`: from 90.0 to 70.0."
     )
     assert conclude_lengths(sections[:2], 3.0) is None and format_lengths(sections[:2]) == []
