@@ -90,8 +90,8 @@ def parse_arguments(arguments: Sequence[str]) -> Namespace:
     if (options.page or options.lines) and (of_part or len(chosen) > 1):
         raise SettingError(f"{chosen[0]}: measures no part; call the command twice")
     check_power(options)
-    if options.lines and options.lines.suffix not in (".parquet", ".csv"):
-        raise SettingError(f"--lines={options.lines}: a .parquet or .csv file of results")
+    if options.lines and options.lines.suffix != ".parquet":
+        raise SettingError(f"--lines={options.lines}: a .parquet file of rows")
     if len(chosen) > 1:
         raise SettingError(f"{chosen[0]}: not with {chosen[1]}; call the command twice")
     if options.draw is not None and (options.page or options.lines or options.power):
