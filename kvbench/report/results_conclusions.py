@@ -531,10 +531,7 @@ def describe_kept(sections: Sequence[Section], margin: float) -> str:
     if section is None or not kept:
         return ""
     once = next((line for line in kept if line["method"] not in TWICE), kept[0])
-    first, other = (
-        f"{name_cell(line)} with {say_percent(line['bytes_held'])} of the bytes{say_files(line)}"
-        for line in (kept[0], once)
-    )
+    first, other = (f"{name_with_bytes(line)}{say_files(line)}" for line in (kept[0], once))
     bound = f"{find_margin(section.full['score'], margin):.1f} points"
     then = "" if once is kept[0] else f"; of those that read each prompt once, this is {other}"
     count = len(list_smaller(section))
@@ -564,7 +561,7 @@ def conclude_no_worse(sections: Sequence[Section], margin: float) -> Conclusion 
     else:
         headline = f"No cell that holds fewer bytes than the full cache is shown to lose at most {bound}."
         text = f"That takes a whole interval above -{bound}, so some of them may lose less all the same. "
-        text += f"Of {count} cells, {name_cell(line)} with {share} of the bytes{say_files(line)} comes nearest: "
+        text += f"Of {count} cells, {name_with_bytes(line)}{say_files(line)} comes nearest: "
         text += f"{scores}."
     return Conclusion(headline, f"{text} {ALONE.format(bound=bound)}", name_place(section, name_budget(line)))
 
@@ -599,7 +596,7 @@ def describe_other_kept(kept: Sequence[Line]) -> str:
     cells = [line for line in kept[1:] if first[line["label"]] is line]
     if not cells:
         return ""
-    named = [f"{name_cell(line)} with {say_percent(line['bytes_held'])} of the bytes" for line in cells]
+    named = [name_with_bytes(line) for line in cells]
     if len(cells) > FEW:
         return f" The same is shown for {len(cells)} others, such as {named[0]}."
     told = [f"{name} ({format_change(line, 'difference')})" for name, line in zip(named, cells, strict=True)]
@@ -848,9 +845,9 @@ def describe_turns(section: Section, hidden: Section | None = None) -> str:
     text = (
         f"With the first of {turns} questions in sight when the cache is cut, "
         f"{say_lose(signs.count(-1), f' of {len(cut)} cut caches')} more against the full cache at the last question "
-        f"than at the first, and {say_lose(signs.count(1))} less (jointly at 95 %). {name_cell(line)} with "
-        f"{say_percent(line['bytes_held'])} of the bytes worsens most: its difference from the full cache is {first} "
-        f"at the first question and {last} at the last, a change of {format_difference(*most.change)}."
+        f"than at the first, and {say_lose(signs.count(1))} less (jointly at 95 %). "
+        f"{name_with_bytes(line)} worsens most: its difference from the full cache is {first} at the first question "
+        f"and {last} at the last, a change of {format_difference(*most.change)}."
     )
     if hidden is not None and hidden.turns and hidden.question == "hidden":
         unseen = [each.sign for each in list_cut(hidden)]
@@ -893,14 +890,14 @@ def describe_smaller(section: Section, smaller: Sequence[Line], margin: float, c
     if counts or undecided == len(smaller):
         text += f" {describe_losses(len(smaller), kept, less, bound, ' with fewer bytes')}"
         shown = [line for line in smaller if is_kept(line, full, margin)]
-        names = [f"{name_cell(line)} with {say_percent(line['bytes_held'])} of the bytes" for line in shown]
         if 0 < kept <= FEW:
-            text += f" {'That is' if kept == 1 else 'These are'} {join_words(names, 'and')}."
+            text += (
+                f" {'That is' if kept == 1 else 'These are'} {join_words(list(map(name_with_bytes, shown)), 'and')}."
+            )
     if undecided == len(smaller):
         width = sum(line["high"] - line["low"] for line in smaller) / len(smaller) / 2
         return f"{text} The 95 % intervals of their differences reach {width:.0f} points to either side, in the mean."
-    share = say_percent(best["bytes_held"])
-    text += f" {name_cell(best)} with {share} of the bytes scores most: {format_score_interval(best)}"
+    text += f" {name_with_bytes(best)} scores most: {format_score_interval(best)}"
     loses_little = not counts and bound > 0 and is_kept(best, full, margin)
     return f"{text}, and is shown to lose at most {bound:.1f} points." if loses_little else f"{text}."
 
@@ -910,6 +907,11 @@ def count_losses(section: Section, smaller: Sequence[Line], margin: float) -> tu
     kept = [is_kept(line, section.full, margin) for line in smaller]
     signs = [sign for sign, small in zip(sign_cells(smaller, OF_ALL), kept, strict=True) if not small]
     return sum(kept), signs.count(-1), len(signs) - signs.count(-1)
+
+
+def name_with_bytes(line: Line) -> str:
+    """Return a cell with the share of the bytes that it holds."""
+    return f"{name_cell(line)} with {say_percent(line['bytes_held'])} of the bytes"
 
 
 def name_budget(line: Line) -> str:
