@@ -131,24 +131,48 @@ several questions. The best method, what hiding the question changes, and codecs
 cells or pairs. All other rules take the part with most samples a cell. [Which method should I use?](which-method.md)
 draws on the same data.
 """
-TERMS = """\
-Tables of scores are sorted by the mean score over their budgets, the highest first, with the full cache last, or by
-bytes or rows read if their cells have no common budget. *bytes* is the measured share of the full cache's. *diff* is
-the difference from the full cache on the same samples, with its 95 % interval. *KL* is the divergence of the
-predictions from the full cache's, in nats a token. *Ranks* are the places that a cell may have in its class: the cells
-of a budget that hold (or read) at most a tenth more than the one with the fewest bytes (or rows). A cell that is alone
-in its class has none. All ranks of a class hold together with 95 % confidence ([Statistics](statistics.md#ranks)). A
-budget is a share of the rows at the time when the cache is cut. Rows that are read or written later, such as those of a
-hidden question, come on top of it, and some methods go on cutting while they answer, so *bytes* can differ from the
-budget.
-
-A cell is *shown to lose at most m points*, and has the mark {mark}, only if the lower end of its *diff* is above -m: it
-may score less than the full cache, but not by more. The margin m is {margin:g} points, or a tenth of the full cache's
-score where that is less. An interval that merely contains 0 does not show this. Counts of cells that score less or more
-hold together with 95 % confidence (Holm's procedure over the cells that a sentence counts). Cells of which neither is
-shown are *undecided*. Where a budget has raw cells that read all rows that they hold, sentences about this budget
-leave out codecs and cells that read few of their rows. [Statistics](statistics.md#margins-and-counts) says how.
-"""
+TERMS = (  # what a sub-page says about its tables: what it must show for this, and sentences
+    (
+        "",
+        "Tables of scores are sorted by the mean score over their budgets, the highest first, with the full cache "
+        "last, or by bytes or rows read if their cells have no common budget. *bytes* is the measured share of the "
+        "full cache's.",
+    ),
+    (
+        "diff |",
+        "*diff* is the difference from the full cache on the same samples, with its 95 % interval.",
+    ),
+    ("KL |", "*KL* is the divergence of the predictions from the full cache's, in nats a token."),
+    (
+        "ranks |",
+        "*Ranks* are the places that a cell may have in its class: the cells of a budget that hold (or read) at most a "
+        "tenth more than the one with the fewest bytes (or rows). A cell that is alone in its class has none. All "
+        "ranks of a class hold together with 95 % confidence ([Statistics](statistics.md#ranks)).",
+    ),
+    (
+        "",
+        "A budget is a share of the rows at the time when the cache is cut. Rows that are read or written later, such "
+        "as those of a hidden question, come on top of it, and some methods go on cutting while they answer, so "
+        "*bytes* can differ from the budget.",
+    ),
+)
+JUDGED = (
+    (
+        "",
+        "A cell is *shown to lose at most m points*, and has the mark {mark}, only if the lower end of its difference "
+        "from the full cache is above -m: it may score less, but not by more. The margin m is {margin:g} points, or a "
+        "tenth of the full cache's score where that is less. An interval that merely contains 0 does not show this. "
+        "Counts of cells that score less or more hold together with 95 % confidence (Holm's procedure over the cells "
+        "that a sentence counts).",
+    ),
+    ("undecided", "Cells of which neither is shown are *undecided*."),
+    (
+        "codec",
+        "Where a budget has raw cells that read all rows that they hold, sentences about this budget leave out codecs "
+        "and cells that read few of their rows.",
+    ),
+    ("", "[Statistics](statistics.md#margins-and-counts) says how."),
+)
 SUBPAGE = """\
 # {title}
 
@@ -404,7 +428,9 @@ def format_subpage(
     body = drop_repeated([*changes, *shown] if page in CHANGES_FIRST else [*shown, *changes])
     answers = [f"{wrap(conclusion.write())}\n" for conclusion in answer_page(page, sections, margin)]
     if page != MODELS:
-        answers.append(wrap_paragraphs(TERMS.format(mark=KEPT, margin=margin)))
+        shown_text = "\n".join(body)
+        explained = (" ".join(said for needed, said in terms if needed in shown_text) for terms in (TERMS, JUDGED))
+        answers += [f"{wrap(said.format(mark=KEPT, margin=margin))}\n" for said in explained]
     if page == PRESETS:
         answers.append(f"{wrap(NAMES)}\n")
     return "\n".join([head, *([*answers, *body] if body else ["Nothing was measured for this yet.\n"])])

@@ -168,6 +168,11 @@ def test_the_pages_state_what_the_lines_hold(machine, lines, tmp_path):
     assert row in pages["results-measured.md"]
     assert "[measured/gpu-x](../measured/gpu-x)" in read_text(pages, "results.md")
     assert f"60 samples of {lines[0]['subtasks']} subtasks a cell" in first and "measured. Every number" in first
+    for name, text in pages.items():  # words are explained where tables use them
+        if name.startswith("results-") and "*bytes* is" in text:
+            assert [f"*{word}*" in text for word in ("diff", "KL", "Ranks")] == [
+                f"{head} |" in text for head in ("diff", "KL", "ranks")
+            ], name
     assert not any(re.search(r"\bNone\b(?!\s+of\s+\d+\s+cells)|n/a", text) for text in pages.values())
 
 
