@@ -9,7 +9,7 @@ A line holds what `kvbench results scores --format csv` says about a run, and be
     worst_subtask, worst         subtask in which the score is furthest below the full cache's, and this difference,
                                  with its 95 % interval
     decoding                     1 if the method also cuts the cache while it answers, otherwise 0
-    tokens_out, at_limit         mean tokens of an answer, and the share of answers that the task's limit ended
+    tokens_out                   mean number of tokens of an answer
     nll, kl                      means of `fidelity` in nats a token, with 95 % intervals
     rank_first, rank_last        ranks that the cell may have in its class of a protocol and budget (`bound_ranks`)
     rank_of, rank_class          cells of this class, and its bytes or rows (kvbench.analysis.byte_classes)
@@ -28,7 +28,7 @@ Nothing in a line depends on other parts of the study. `read_part` also
 compares cells with each other (kvbench.analysis.cell_comparisons).
 """
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
@@ -134,18 +134,12 @@ def describe_blocks(blocks: Sequence[ScoreBlock], files: Mapping[str, str]) -> l
             line |= {"budget": cell.run.value["budget"] or cell.run.budget_name}
             line["decoding"] = int(bool(cell.run.value["method"].get("decoding")))
             line |= {key: read(cell) for column in COLUMNS.values() for key, read in column.numbers.items()}
-            line |= describe_ends(cell.run.records.values())
+            line["tokens_out"] = block.paired.average(cell.run, lambda record: record["tokens_out"])
             line["warnings"] = " ".join(block.warnings)
             line |= fidelity[name] | ranks.get(name, NO_RANKS) | gains.get(name, NO_GAINS)
             line |= {f"difference{SIGN}": signs.get(name), f"{OF_ALL}{SIGN}": joint.get(name)}
             lines.append(line | describe_origin(cell.run))
     return lines
-
-
-def describe_ends(records: Collection[Mapping[str, Any]]) -> Line:
-    """Return how long the answers of a cell are in the mean, and the share of those that the task's limit ended."""
-    tokens, stops = ([record[name] for record in records] for name in ("tokens_out", "stop"))
-    return {"tokens_out": sum(tokens) / len(tokens), "at_limit": stops.count("length") / len(stops)}
 
 
 def average_subtasks(blocks: Sequence[ScoreBlock]) -> dict[str, dict[str, float]]:

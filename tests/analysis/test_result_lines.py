@@ -294,7 +294,15 @@ def test_a_file_of_rows_gives_bytes_warnings_and_samples_that_failed(tmp_path, m
     beside = {"weights_bytes": 70, "metadata_bytes": 50, "state_bytes": 30, "rows_seen": 200}
     own = {uid: record | beside for uid, record in own.items()}
     uid = next(iter(own))
-    gone = ("resident_bytes", "full_bytes", "rows_held", "rows_attended", "rows_seen_decoding", "fidelity")
+    gone = (
+        "resident_bytes",
+        "full_bytes",
+        "rows_held",
+        "rows_attended",
+        "rows_seen_decoding",
+        "fidelity",
+        "tokens_out",
+    )
     own[uid] = {name: value for name, value in own[uid].items() if name not in gone} | failed
     write_run(tmp_path, own, method={"name": "tova"}, budget=0.2)
     meta = {"data": "miniature", "haystack": "generated", "qa": "generated"}
@@ -304,6 +312,9 @@ def test_a_file_of_rows_gives_bytes_warnings_and_samples_that_failed(tmp_path, m
     lines = read_lines(tmp_path / "x.parquet")
     monkeypatch.setattr(result_lines, "publish", lambda run: run)
     assert lines == make_lines(runs) and [line["n"] for line in lines] == [39, 39]
+    answered = [record for name, record in own.items() if name != uid]
+    tokens = sum(record["tokens_out"] for record in answered) / len(answered)
+    assert find(lines, method="tova")["tokens_out"] == pytest.approx(tokens)
     shares = [find(lines, method="tova")[name] for name in ("bytes_held", "bytes_with_files", "bytes_in_all")]
     assert shares == pytest.approx([0.2, 0.27, 0.35])
     assert find(lines, method="tova")["warnings"].count("Generated text (haystack; questions and answers)") == 1
