@@ -13,7 +13,6 @@ from typing import Protocol, TypeVar
 
 SPREAD = 0.1  # part of a class's least bytes (or rows) by which others of the class may exceed it
 READS = 0.9  # a method that attends to less than this part of the rows it keeps reads few rows
-Cell = TypeVar("Cell")
 
 
 class Holding(Protocol):
@@ -52,7 +51,7 @@ def reads_few_rows(kept: float | None, attended: float | None) -> bool:
     return attended is not None and kept is not None and attended < READS * kept
 
 
-def split_by_measure(cells: Sequence[Cell], measure: Callable[[Cell], float]) -> list[list[Cell]]:
+def _split_by_measure(cells: Sequence[Held], measure: Callable[[Held], float]) -> list[list[Held]]:
     """Return classes of cells whose measures are alike, the smallest first, each in the order of `cells`."""
     bounds: list[float] = []
     for share in sorted(map(measure, cells)):
@@ -63,7 +62,7 @@ def split_by_measure(cells: Sequence[Cell], measure: Callable[[Cell], float]) ->
 
 def _name_classes(cells: Sequence[Held], measure: Callable[[Held], float], what: str) -> list[tuple[str, list[Held]]]:
     """Return the classes of cells with a text that names each and no other one."""
-    classes = split_by_measure(cells, measure)
+    classes = _split_by_measure(cells, measure)
     ends = [(min(shares), max(shares)) for shares in (list(map(measure, alike)) for alike in classes)]
     for decimals in count(1):
         names = [" to ".join(dict.fromkeys(f"{100 * end:.{decimals}f}%" for end in pair)) for pair in ends]

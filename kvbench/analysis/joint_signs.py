@@ -18,7 +18,7 @@ Clinical Trials to Establish Effectiveness".
 """
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from kvbench.analysis.intervals import TOLERANCE
 from kvbench.analysis.paired import PairedScores, compare_averages
@@ -31,18 +31,25 @@ SHARE = 0.1  # of the full cache's score that a margin may be at most
 def sign_changes(averages: Sequence[tuple[Sequence[PairedScores], Sequence[float] | None]]) -> list[int]:
     """Return the sign of each paired difference, jointly: -1 or 1 if it is below or above 0, and 0 if neither is shown.
 
+    They come from Holm's procedure, as this module's docstring says.
+
     Args:
         averages: The subtasks and the weights of each average, as in `kvbench.analysis.paired.compare_averages`.
 
     Raises:
         ValueError: As in `compare_averages`.
     """
-
-    def sign(places: Sequence[int], tail: float) -> list[int]:
-        changes = compare_averages([averages[place] for place in places], tail)
-        return [sign_interval(change.low, change.high) for change in changes]
-
-    return _step_down(len(averages), sign)
+    signs = [0] * len(averages)
+    left = list(range(len(averages)))
+    while left:
+        changes = compare_averages([averages[place] for place in left], 1 - ERROR / 2 / len(left))
+        for place, change in zip(left, changes, strict=True):
+            signs[place] = sign_interval(change.low, change.high)
+        remaining = [place for place in left if signs[place] == 0]
+        if len(remaining) == len(left):
+            break
+        left = remaining
+    return signs
 
 
 def sign_interval(low: float | None, high: float | None) -> int:
@@ -60,25 +67,6 @@ def find_margin(full_score: float, points: float = MARGIN) -> float:
 def is_no_worse(low: float | None, margin: float) -> bool:
     """Return whether the lower end of a difference's interval shows that it is above -margin."""
     return low is not None and low > -margin + TOLERANCE
-
-
-def _step_down(count: int, sign: Callable[[Sequence[int], float], Sequence[int]]) -> list[int]:
-    """Return the signs of `count` changes by Holm's procedure.
-
-    Args:
-        count: Number of changes.
-        sign: Function of the places of some changes and the quantile of an interval's ends; it returns their signs.
-    """
-    signs = [0] * count
-    left = list(range(count))
-    while left:
-        for place, change in zip(left, sign(left, 1 - ERROR / 2 / len(left)), strict=True):
-            signs[place] = change
-        remaining = [place for place in left if signs[place] == 0]
-        if len(remaining) == len(left):
-            break
-        left = remaining
-    return signs
 
 
 def bound_ranks(better: Sequence[Sequence[int]]) -> list[tuple[int, int]]:

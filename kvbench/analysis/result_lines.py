@@ -24,8 +24,8 @@ A line holds what `kvbench results scores --format csv` says about a run, and be
     difference_of_all_sign       that of the difference from the full cache, jointly for all cells of a protocol
     machine, versions, code      where and by which code it was made; `replay` is the hash of tests/replay
 
-Nothing in a line depends on other parts of the study. `read_part` also
-compares cells with each other (kvbench.analysis.cell_comparisons).
+Nothing in a line depends on other parts of the study. `read_part` also compares cells with each other
+(kvbench.analysis.cell_comparisons).
 """
 
 from collections.abc import Mapping, Sequence

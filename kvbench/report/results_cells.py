@@ -96,11 +96,20 @@ class Section:
         """Return the cells of these kinds, without the full cache."""
         return [line for line in list_methods(self.cells) if classify(line) in kinds]
 
+    def find_cell(self, line: Line) -> Line | None:
+        """Return the cell with the label and the budget of another one; None without any."""
+        return next((each for each in self.cells if name_settings(each) == name_settings(line)), None)
+
     def list_classes(self) -> list[list[Line]]:
         """Return the evicting cells of each budget, the largest first, by their classes of similar bytes."""
         evicting = self.list_cells(EVICTING)
         columns = [[line for line in evicting if line["budget"] == budget] for budget in list_budgets(evicting)]
         return [cells for column in columns for cells in split_classes(column)]
+
+
+def name_settings(line: Line) -> tuple[str, Any]:
+    """Return label and budget, which say what a cell is in any section of a model, task and question."""
+    return line["label"], line["budget"]
 
 
 def split_sections(
@@ -123,8 +132,7 @@ def split_sections(
                 for compared in (known.planned, known.varied)
             )
             turns = [each for each in known.turns if each.run in names]
-            in_all = len(known.planned)
-            sections.append(Section(part, protocol, cells, planned, in_all, varied, turns, known.subtasks))
+            sections.append(Section(part, protocol, cells, planned, len(known.planned), varied, turns, known.subtasks))
     return sections
 
 

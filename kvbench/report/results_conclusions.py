@@ -39,6 +39,7 @@ from kvbench.report.results_cells import (
     is_kept,
     list_leaders,
     list_models,
+    name_settings,
     pair_equal_bytes,
     sign_cells,
     sort_by_score,
@@ -236,9 +237,8 @@ def describe_repeated(column: Column, cells: Sequence[Line], sections: Sequence[
     own = column.section
     alike = [each for each in sections if each.protocol == own.protocol and each.subtasks == own.subtasks]
     other = max(alike, key=lambda section: section.samples)
-    known = {(line["label"], line["budget"]): line for line in other.cells}
-    names = list(dict.fromkeys((line["label"], line["budget"]) for line in cells))
-    found = [known[name] for name in names if name in known]
+    several = {name_settings(line): line for line in cells}.values()
+    found = [known for line in several if (known := other.find_cell(line))]
     if other.samples <= own.samples or not 0 < len(found) <= FEW:
         return ""
     told = [
@@ -250,9 +250,7 @@ def describe_repeated(column: Column, cells: Sequence[Line], sections: Sequence[
 
 
 def describe_cutting(cells: Sequence[Line]) -> str:
-    """Return which cells also cut the cache while they answer, with a space before it; nothing if unknown or none."""
-    if any("decoding" not in line for line in cells):
-        return ""
+    """Return which cells also cut the cache while they answer, with a space before it; nothing without any."""
     cutting = [name_cell(line) for line in sort_by_score(cells) if line["decoding"]]
     named = join_words(cutting, "and") if 0 < len(cutting) <= FEW else f"{len(cutting)} of the {len(cells)} cells"
     return f" {named} also cut{'s' if len(cutting) == 1 else ''} the cache while answering." if cutting else ""
@@ -275,11 +273,10 @@ def describe_elsewhere(column: Column, sections: Sequence[Section]) -> str:
     *_, line, section = max(others, default=(0.0, "", best, column.section), key=lambda other: other[:2])
     if line["score"] <= best["score"]:
         return ""
-    known = [each for each in section.cells if (each["label"], each["budget"]) == (best["label"], best["budget"])]
-    beside = f", and {name_cell(known[0])} {format_score_interval(known[0])}" if known else ""
-    part = name_part(section)
+    known = section.find_cell(best)
+    beside = f", and {name_cell(known)} {format_score_interval(known)}" if known else ""
     return (
-        f" {part[0].upper()}{part[1:]} has other cells of the same task and length: {name_cell(line)} scores "
+        f" Part {section.part} has other cells of the same task and length: {name_cell(line)} scores "
         f"{format_score_interval(line)} there{beside}."
     )
 
@@ -430,11 +427,11 @@ def describe_chance(cells: Sequence[Line], hidden: Section, sections: Sequence[S
     empty if there are none, or if no cell of CHANCE was measured in their class.
     """
     model, task, _, also = hidden.protocol
-    names = [(line["label"], line["budget"]) for line in cells]
+    names = list(map(name_settings, cells))
     for section in sections:
         if section.protocol == (model, task, "visible", also):
             for alike in section.list_classes():
-                low = [line for line in list_low(alike) if (line["label"], line["budget"]) in names]
+                low = [line for line in list_low(alike) if name_settings(line) in names]
                 if low:
                     these = f"{name_cells(low)} {'is' if len(low) == 1 else 'are'}"
                     return (
@@ -530,14 +527,19 @@ def describe_kept(sections: Sequence[Section], margin: float) -> str:
     section, kept = find_kept(sections, margin)
     if section is None or not kept:
         return ""
-    once = next((line for line in kept if line["method"] not in TWICE), kept[0])
-    first, other = (f"{name_with_bytes(line)}{say_files(line)}" for line in (kept[0], once))
+    first, *once = (f"{name_with_bytes(line)}{say_files(line)}" for line in list_first(kept))
     bound = f"{find_margin(section.full['score'], margin):.1f} points"
-    then = "" if once is kept[0] else f"; of those that read each prompt once, this is {other}"
+    then = f"; of those that read each prompt once, this is {once[0]}" if once else ""
     count = len(list_smaller(section))
     cells = f"{count} cell{'' if count == 1 else 's'} of {name_part(section)}"
     smallest = f" Of the {cells} with fewer bytes than the full cache, the smallest that is"
     return f"{smallest} shown to [lose at most {bound}](statistics.md#margins-and-counts) is {first}{then}."
+
+
+def list_first(kept: Sequence[Line]) -> list[Line]:
+    """Return the first of some cells and, if its method reads each prompt twice, the first one that reads it once."""
+    once = next((line for line in kept if line["method"] not in TWICE), kept[0])
+    return [kept[0]] if once is kept[0] else [kept[0], once]
 
 
 def conclude_no_worse(sections: Sequence[Section], margin: float) -> Conclusion | None:
@@ -555,9 +557,8 @@ def conclude_no_worse(sections: Sequence[Section], margin: float) -> Conclusion 
         mean = f" in the mean of {section.subtasks} subtasks" if section.subtasks > 1 else ""
         headline = f"With {share} of the bytes, {name_cell(line)} is shown to lose at most {bound}{mean}."
         text = f"It scores {scores}{say_files(line)}.{describe_worst(line)}{describe_other_kept(kept)} "
-        named = [line, *(other for other in kept[1:] if line["method"] in TWICE and other["method"] not in TWICE)][:2]
         text += f"{count} cells with fewer bytes than the full cache were compared with the full cache."
-        text += "".join(describe_other_lengths(cell, section, sections) for cell in named)
+        text += "".join(describe_other_lengths(cell, section, sections) for cell in list_first(kept))
     else:
         headline = f"No cell that holds fewer bytes than the full cache is shown to lose at most {bound}."
         text = f"That takes a whole interval above -{bound}, so some of them may lose less all the same. "
@@ -572,8 +573,7 @@ def describe_other_lengths(line: Line, section: Section, sections: Sequence[Sect
         f"{format_change(each, 'difference')} ({other.protocol[3]})"
         for other in sections
         if other.protocol[:3] == section.protocol[:3] and other.protocol[3] != section.protocol[3]
-        for each in other.cells
-        if (each["label"], each["budget"]) == (line["label"], line["budget"])
+        if (each := other.find_cell(line))
     ]
     own = f"the difference of {name_cell(line)} from the full cache"
     return f" With prompts of other lengths, {own} is {join_words(found, 'and')}." if found else ""
@@ -625,8 +625,8 @@ def conclude_presets(sections: Sequence[Section], margin: float) -> Conclusion |
     one, other = lines[widest.one], lines[widest.other]
     spreads = find_spreads(section)
     apart, count = sum(spread.apart for spread in spreads), sum(spread.pairs for spread in spreads)
-    known = {lines[cell["hash"]]["method"] for spread in spreads for cell in spread.cells}
-    told = {lines[cell["hash"]]["method"] for spread in spreads if spread.apart for cell in spread.cells}
+    known = {line["method"] for spread in spreads for line in spread.cells}
+    told = {line["method"] for spread in spreads if spread.apart for line in spread.cells}
     in_all = (
         f" Of all {count} pairs of cells of one method, budget and similar bytes, planned or not, {apart} are told "
         f"apart, in {len(told)} of {count_things(len(known), 'method')} (jointly at 95 %)."

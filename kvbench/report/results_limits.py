@@ -50,6 +50,6 @@ def describe_models(sections: Sequence[Section]) -> str:
 def format_limits(sections: Sequence[Section]) -> list[str]:
     """Return the paragraphs of what the results of these models cannot tell."""
     texts = [LIMITS[model] for model in list_models(sections) if model in LIMITS]
-    turned = describe_turned(sections)
-    about_models = f"{LARGE} {turned[:-1]} ([which](results-models-and-lengths.md))." if turned else LARGE
+    turned = describe_turned(sections, " ([which](results-models-and-lengths.md))")
+    about_models = " ".join(text for text in (LARGE, turned) if text)
     return [f"{wrap(text)}\n" for text in (*texts, about_models, READING)]

@@ -16,7 +16,7 @@ from kvbench.analysis.byte_front import EQUAL
 from kvbench.analysis.cell_comparisons import CellComparison
 from kvbench.analysis.result_lines import Line
 from kvbench.analysis.text_table import Column, format_markdown, format_number
-from kvbench.report.results_cells import MODELS, Section, find_numbers, is_full
+from kvbench.report.results_cells import MODELS, Section, find_numbers, is_full, name_settings
 from kvbench.report.results_text import (
     format_change,
     format_difference,
@@ -155,7 +155,7 @@ def find_lengths(
         if length := LENGTH.fullmatch(section.protocol[3]):
             for line in section.cells:
                 cells = found[section.model, section.task, section.question]
-                cells.setdefault((line["label"], line["budget"]), {}).setdefault(int(length[1]), line)
+                cells.setdefault(name_settings(line), {}).setdefault(int(length[1]), line)
     return {place: cells for place, cells in found.items() if any(len(lines) > 1 for lines in cells.values())}
 
 
@@ -270,10 +270,14 @@ def count_kind(kind: str, row: tuple[str, str, Sequence[str]]) -> str:
     return str(row[2].count(kind))
 
 
-def describe_turned(sections: Sequence[Section]) -> str:
+def describe_turned(sections: Sequence[Section], link: str = "") -> str:
     """Return sentences about how many comparisons have opposite signs in several models, and for several lengths.
 
     A model stands for the length with most samples. The result is empty if no comparison was made in two places.
+
+    Args:
+        sections: All sections of the study.
+        link: What stands before the last full stop, with a space before it.
     """
     of_models, of_lengths = [], []
     for found in collect_comparisons(sections).values():
@@ -291,4 +295,4 @@ def describe_turned(sections: Sequence[Section]) -> str:
         texts.append(f"{turned if OPPOSITE in of_models else 'Between these models: '}{say_agreement(of_models)}")
     if of_lengths:
         texts.append(f"Between prompts of several lengths, {say_agreement(of_lengths)}")
-    return f"{'. '.join(texts)}." if texts else ""
+    return f"{'. '.join(texts)}{link}." if texts else ""

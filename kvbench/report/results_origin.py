@@ -32,7 +32,7 @@ def describe_origin(parts: Mapping[str, Sequence[Line]], checksums: Mapping[str,
 
     def describe(item: tuple[str, Sequence[Line]]) -> tuple[str, str, int, int, str, str]:
         name, lines = item
-        title = f"{known[name].title}. {known[name].question}".removesuffix(". ") if name in known else ""
+        title = f"{known[name].title}. {known[name].question}" if name in known else ""
         origin = join_values(lines, "machine"), join_values(lines, "code")
         return name, title, len(lines), sum(line["n"] for line in lines), *origin
 

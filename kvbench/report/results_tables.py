@@ -72,8 +72,8 @@ FILES = """\
 A cell is on a *front* if no other cell holds as few bytes or fewer and scores as much or more. One front goes by the
 bytes of a cache, the other one by the bytes *with files*: those of the cache and of the files that a method or codec
 needs beside the model, as if they served a single prompt. All prompts share them. *In all* also counts what a method
-keeps beside the rows, such as positions and codes. A table lists the cells on either
-front and all others that need files. Fronts go by mean scores, and neighbours on them often cannot be told apart."""
+keeps beside the rows, such as positions and codes. A table lists the cells on either front and all others that need
+files. Fronts go by mean scores, and neighbours on them often cannot be told apart."""
 SPREADS = """\
 Each row has cells of one budget and similar bytes that differ in a preset, a setting or a file only. *range* is the
 difference of the highest and the lowest score. These two were picked for their distance, so *range* and its interval

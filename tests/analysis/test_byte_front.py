@@ -8,7 +8,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from kvbench.analysis.byte_front import ByteCell, choose_at, compare_at_equal_bytes, mark_front, order_by_bytes
+from kvbench.analysis.byte_front import EQUAL, ByteCell, choose_at, compare_at_equal_bytes, mark_front, order_by_bytes
 from kvbench.analysis.byte_front_format import FORMATS, ByteTable, format_text
 from kvbench.analysis.intervals import Values, mean
 from kvbench.analysis.score_matrix import build_blocks
@@ -137,6 +137,14 @@ def test_codecs_without_a_raw_cell_of_equal_bytes(tmp_path):
         ("snapkv", 1), ("snapkv · fp8", None), ("full · fp8", 2), ("full cache", None)
     ]  # fmt: skip
     assert compare_at_equal_bytes(block) == [] and choose_at(block, cells, 0.09) == []
+
+
+@pytest.mark.parametrize(("share", "count"), [(0.2 * (1 + 0.9 * EQUAL), 1), (0.2 * (1 + 1.1 * EQUAL), 0)])
+def test_equal_bytes_differ_by_little(share, count, tmp_path):
+    write_cell(tmp_path, 1.0, range(24), method="full")
+    write_cell(tmp_path, 0.2, range(3), budget=0.2)
+    write_cell(tmp_path, share, range(3), codec="fp8", budget=0.4)
+    assert len(compare_at_equal_bytes(build(tmp_path))) == count
 
 
 def test_bytes_with_files_and_in_all(store):

@@ -20,7 +20,7 @@ def make_line(label: str, budget: float | str, score: float, **changed: Any) -> 
     line |= {"label": label, "method": label.split(" ")[0], "allocator": "uniform", "codec": "raw", "budget": budget}
     line |= {"score": score, "score_low": score - 5.0, "score_high": score + 5.0, "n": 120, "lost": 1, "gained": 1}
     line |= {"difference": score - 90.0, "low": score - 95.0, "high": score - 85.0, "kl": None, "warnings": None}
-    line |= {"subtasks": 1, "worst_subtask": None, "tokens_out": 8.0, "at_limit": 0.0}
+    line |= {"subtasks": 1, "worst_subtask": None, "decoding": 0, "tokens_out": 8.0, "at_limit": 0.0}
     line |= dict.fromkeys(("bytes_held", "bytes_with_files", "bytes_in_all", "rows_kept", "rows_attended"), share)
     line |= {"machine": "cpu", "dtype": "float32", "torch": "2", "transformers": "5", "code": "git x", "hash": label}
     alone = 1, 1, 1, f"{100 * changed.get('bytes_held', share):.1f}% of the bytes", ""
