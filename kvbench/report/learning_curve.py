@@ -6,7 +6,7 @@ from typing import Any
 import altair as alt
 import vl_convert
 
-from kvbench.report.print_charts import CONFIG, renumber_names
+from kvbench.report.print_charts import CONFIG, tidy_svg
 from kvbench.report.style import COLOURS
 
 WIDTH, HEIGHT = 300, 200  # of a plot, in pixels
@@ -30,7 +30,7 @@ def draw_learning_curve(
         draw_lines(points, losses, "nats a token", alt.Scale(zero=True)),
     ]
     chart = alt.hconcat(*plots, spacing=30).resolve_scale(color="independent").configure(**CONFIG)
-    return renumber_names(vl_convert.vegalite_to_svg(chart.to_dict()))
+    return tidy_svg(vl_convert.vegalite_to_svg(chart.to_dict()))
 
 
 def draw_lines(

@@ -268,7 +268,7 @@ def render_svg(drawing: Drawing, total: float, title: alt.TitleParams | None) ->
         text = vl_convert.vegalite_to_svg(make_figure_specification(drawing, plot, title))
         width, height = read_size(text)
         if width <= total + 0.5 or plot <= least:
-            return renumber_names(text), width * POINTS, height * POINTS
+            return tidy_svg(text), width * POINTS, height * POINTS
         plot = max(least, plot - max(1, (width - total) / drawing.plots))
 
 
@@ -280,11 +280,23 @@ def read_size(text: str) -> tuple[float, float]:
     return float(match[1]), float(match[2])
 
 
-def renumber_names(text: str) -> str:
-    """Count the names in an SVG from 0 again, because the converter goes on counting from figure to figure."""
+def tidy_svg(text: str) -> str:
+    """Return an SVG as it is stored: the same for the same figure, and no longer than needed.
+
+    The converter goes on counting names from figure to figure; here they start at 0. Coordinates have two decimals,
+    and texts stay as they are.
+    """
     names = {name: f"{index}" for index, name in enumerate(dict.fromkeys(match[2] for match in NAME.finditer(text)))}
-    return NAME.sub(lambda match: match[1] + names[match[2]], text)
+    text = NAME.sub(lambda match: match[1] + names[match[2]], text)
+    return COORDINATES.sub(lambda match: LONG_NUMBER.sub(round_number, match[0]), text)
+
+
+def round_number(match: re.Match[str]) -> str:
+    """Return a number with two decimals, without zeros at its end."""
+    return f"{float(match[0]):.2f}".rstrip("0").rstrip(".")
 
 
 SIZE = re.compile(r' width="([0-9.]+)" height="([0-9.]+)"')
 NAME = re.compile(r'((?:id="|url\(#)(?:gradient_|clip))(\d+)')
+COORDINATES = re.compile(r' (?:d|transform|width|height|viewBox|[xy][12]?)="[^"]*"')
+LONG_NUMBER = re.compile(r"\d+\.\d{3,}(?![\de])")
