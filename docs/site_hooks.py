@@ -5,7 +5,7 @@ page names kvbench's version.
 
 On a code host a page may link to a source file, such as `../kvbench/cache/layer.py`. The site holds no sources, so
 there such a link becomes the file's path as code. A link to a file that does not exist is a warning, which fails the
-build.
+build. Once CITATION.cff states the repository's address (`repository-code`), the head of each page links to it.
 
 Once the site is built, every link in its HTML must lead to a file of the site and to an anchor in it. No page may load
 a script, style or picture from another host, because the site opens from disk and without a network.
@@ -18,6 +18,8 @@ from html.parser import HTMLParser
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
+import yaml
+
 ROOT = Path(__file__).resolve().parent.parent
 LINK = re.compile(r"\[([^\]]+)\]\(\.\./([^)#\s]+)(?:#[^)]*)?\)")
 INCLUDED = {"contributing.md": "CONTRIBUTING.md", "changelog.md": "CHANGELOG.md"}
@@ -26,9 +28,11 @@ log = logging.getLogger("mkdocs.hooks.site")
 
 
 def on_config(config):
-    """Let the foot of each page name the version."""
+    """Let the foot of each page name the version, and its head the repository if CITATION.cff states its address."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     config.copyright = f"kvbench {project['version']}"
+    config.repo_url = yaml.safe_load((ROOT / "CITATION.cff").read_text()).get("repository-code")
+    config.repo_name = "kvbench"
     return config
 
 

@@ -53,7 +53,11 @@ def test_the_citation_names_this_version():
     assert entry, "README.md has no BibTeX entry"
     fields = dict(re.findall(r"(\w+) = \{+(.*?)\}", entry[0]))
     [author] = about["authors"]
-    assert fields == {"author": author["name"], "version": about["version"], "title": about["title"]}
+    year = about["date-released"].year
+    assert fields == {"author": author["name"], "version": about["version"], "title": about["title"], "year": str(year)}
+    assert f"\n## {about['version']} ({about['date-released']})\n" in (ROOT / "CHANGELOG.md").read_text()
+    address = about.get("repository-code")  # BibTeX has it, too, once it is known
+    assert (f"url = {{{address}}}" in entry[0]) == (address is not None)
 
 
 @pytest.mark.parametrize("page", PAGES_WITH_TABLES)
