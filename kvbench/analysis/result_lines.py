@@ -37,7 +37,7 @@ from typing import Any
 from kvbench.analysis.answer_metrics import FIDELITY, collect_fidelity
 from kvbench.analysis.byte_classes import split_column
 from kvbench.analysis.byte_front import pair_at_equal_bytes
-from kvbench.analysis.cell_comparisons import CellComparison, compare_planned, compare_variants
+from kvbench.analysis.cell_comparisons import CellComparison, compare_changes, compare_planned, compare_variants
 from kvbench.analysis.intervals import compute_means
 from kvbench.analysis.joint_signs import bound_ranks, sign_changes
 from kvbench.analysis.paired import PairedScores, compare_averages
@@ -73,6 +73,7 @@ class PartNumbers:
         lines: A line for each cell.
         planned: The planned comparisons; empty if only lines are known.
         varied: The comparisons of cells that differ in presets, settings or files alone; likewise.
+        changed: The comparisons of cells with what conf/measured.yaml changes in them; likewise.
         turns: The scores of cells by turn, where contexts get several questions; likewise.
         subtasks: Run -> subtask -> mean score of its samples; likewise.
     """
@@ -80,6 +81,7 @@ class PartNumbers:
     lines: Sequence[Line]
     planned: Sequence[CellComparison] = ()
     varied: Sequence[CellComparison] = ()
+    changed: Sequence[CellComparison] = ()
     turns: Sequence[TurnScores] = ()
     subtasks: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
 
@@ -336,16 +338,21 @@ def read_lines(path: Path) -> list[Line]:
     return list(read_part(path).lines)
 
 
-def read_part(path: Path, pairs: Sequence[tuple[str, str]] = ()) -> PartNumbers:
+def read_part(
+    path: Path,
+    pairs: Sequence[tuple[str, str]] = (),
+    changes: Mapping[str, Mapping[str, str]] = MappingProxyType({}),
+) -> PartNumbers:
     """Return the lines that follow from the rows of a file, and the comparisons of cells.
 
     Args:
         path: The file.
         pairs: The pairs of cells whose comparison was planned.
+        changes: Cell -> what another cell changes in it, in words -> this cell.
 
     Raises:
         SettingError: The file cannot be read, pyarrow is not installed, its runs cannot be shown in one table, or a
-            pair means several cells of one budget.
+            pair or change means several cells of one budget.
     """
     require_pyarrow(path)
     from kvbench.store.published_file import read_published
@@ -356,6 +363,7 @@ def read_part(path: Path, pairs: Sequence[tuple[str, str]] = ()) -> PartNumbers:
         describe_blocks(blocks, files),
         compare_planned(pairs, blocks),
         compare_variants(blocks),
+        compare_changes(changes, blocks, files),
         compare_turns(blocks),
         average_subtasks(blocks),
     )

@@ -35,6 +35,8 @@ class StudyPart:
         files: Name of a file or folder that a sweep needs -> the `kvbench` command that makes it, without `--out`.
         pairs: The pairs of cells whose comparison was planned: in every column that has both, or, where their settings
             name budgets, with these budgets.
+        changes: Cell -> what another cell changes in it, in words -> this cell. Cells are settings, as those of pairs.
+            A file is given by its name without the suffix.
         rate: How many answers one GPU gives in a minute; None if that is not known.
         note: What a reader of its cells must know, for the page.
     """
@@ -46,6 +48,7 @@ class StudyPart:
     common: str = ""
     files: Mapping[str, str] = field(default_factory=dict)
     pairs: Sequence[Pair] = ()
+    changes: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
     rate: float | None = None
     note: str = ""
 
@@ -123,12 +126,15 @@ def make_study_part(name: str, fields: Mapping[str, Any]) -> StudyPart:
     """Return the part that an entry of the file describes.
 
     Raises:
-        TypeError: It has other keys than `StudyPart`, a pair of other than two cells, or a rate that is no positive
-            number.
+        TypeError: It has other keys than `StudyPart`, a pair of other than two cells, changes that are not named in
+            words, or a rate that is no positive number.
     """
     part = StudyPart(name, **fields)
     if not all(len(pair) == 2 and all(isinstance(cell, str) for cell in pair) for pair in part.pairs):
         raise TypeError(f"part {name}: pairs are lists of two cells")
+    named = [text for words in part.changes.values() for entry in words.items() for text in entry]
+    if not all(isinstance(text, str) for text in (*part.changes, *named)):
+        raise TypeError(f"part {name}: changes are {{cell: {{what is changed: cell}}}}")
     if part.rate is not None and not (is_number(part.rate) and part.rate > 0):
         raise TypeError(f"part {name}: rate={part.rate}: answers a minute")
     for sweep in part.sweeps:

@@ -283,11 +283,14 @@ def read_size(text: str) -> tuple[float, float]:
 def tidy_svg(text: str) -> str:
     """Return an SVG as it is stored: the same for the same figure, and no longer than needed.
 
-    The converter goes on counting names from figure to figure; here they start at 0. Coordinates have two decimals,
-    and texts stay as they are.
+    The converter goes on counting names from figure to figure; here they start at 0. Coordinates have two decimals. The
+    font is stated once for the whole figure in place of once for each text.
     """
     names = {name: f"{index}" for index, name in enumerate(dict.fromkeys(match[2] for match in NAME.finditer(text)))}
     text = NAME.sub(lambda match: match[1] + names[match[2]], text)
+    fonts = dict.fromkeys(FONT.findall(text))
+    if len(fonts) == 1:
+        text = FONT.sub("", text).replace("<svg", f"<svg{[*fonts][0]}", 1)
     return COORDINATES.sub(lambda match: LONG_NUMBER.sub(round_number, match[0]), text)
 
 
@@ -299,4 +302,5 @@ def round_number(match: re.Match[str]) -> str:
 SIZE = re.compile(r' width="([0-9.]+)" height="([0-9.]+)"')
 NAME = re.compile(r'((?:id="|url\(#)(?:gradient_|clip))(\d+)')
 COORDINATES = re.compile(r' (?:d|transform|width|height|viewBox|[xy][12]?)="[^"]*"')
+FONT = re.compile(r' font-family="[^"]*"')
 LONG_NUMBER = re.compile(r"\d+\.\d{3,}(?![\de])")

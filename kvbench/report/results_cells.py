@@ -46,6 +46,7 @@ class Section:
         planned: The planned comparisons of two of them.
         planned_in_all: Number of planned comparisons of the part that were measured; their signs hold together.
         varied: The comparisons of those that differ in presets, settings or files alone.
+        changed: Their comparisons with what conf/measured.yaml changes in them.
         turns: Their scores by turn, where contexts get several questions.
         by_subtask: Run -> subtask -> mean score of its samples.
     """
@@ -56,6 +57,7 @@ class Section:
     planned: Sequence[CellComparison] = ()
     planned_in_all: int = 0
     varied: Sequence[CellComparison] = ()
+    changed: Sequence[CellComparison] = ()
     turns: Sequence[TurnScores] = ()
     by_subtask: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
 
@@ -127,12 +129,13 @@ def split_sections(
         known = numbers.get(part, PartNumbers(lines))
         for protocol, cells in split_protocols(lines):
             names = {line["hash"] for line in cells}
-            planned, varied = (
+            planned, varied, changed = (
                 [each for each in compared if {each.one, each.other} <= names]
-                for compared in (known.planned, known.varied)
+                for compared in (known.planned, known.varied, known.changed)
             )
             turns = [each for each in known.turns if each.run in names]
-            sections.append(Section(part, protocol, cells, planned, len(known.planned), varied, turns, known.subtasks))
+            compared = planned, len(known.planned), varied, changed
+            sections.append(Section(part, protocol, cells, *compared, turns, known.subtasks))
     return sections
 
 

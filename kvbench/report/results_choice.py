@@ -52,6 +52,7 @@ from kvbench.report.results_limits import describe_models
 from kvbench.report.results_origin import count_planned_methods, list_known, say_unfinished
 from kvbench.report.results_text import (
     COMMENT,
+    format_budget,
     format_change,
     format_score_interval,
     join_words,
@@ -67,23 +68,26 @@ HEAD = """\
 
 {comment}
 
-This page says what [the results](results.md) recommend for each need. **They come from very small models**
-({models}), and how methods rank there is no evidence about how they rank on a model of 8 billion parameters. Take the
-methods in the tables as candidates, and measure them on your own model and task: `python run.py -m method=… budget=…`
+This page says what [the results](results.md) recommend for each need. **They come from very small models** ({models}),
+and how methods rank there is no evidence about how they rank on a model of 8 billion parameters. Take the methods in
+the tables as candidates, and measure them on your own model and task: `python run.py -m method=… budget=…`
 ([Quickstart](quickstart.md)). A name such as `tova decoding=false · int4` stands for `method=tova method.decoding=false
-codec=int4`. With a codec, the budget is the share of the bytes over the codec's own: 0.2 / (36 / 128) = 0.711 for 20 %
-in int4 and heads of 64 numbers.
+codec=int4`, and `expected_attention · ada kvpress` for `method=expected_attention allocator=ada
+allocator.preset=kvpress`. The method `full` keeps all rows. With a codec, the budget is the share of the bytes over the
+codec's own: 0.2 / (36 / 128) = 0.711 for 20 % in int4 and heads of 64 numbers.
 
-*May be best* lists the cells with raw rows that the samples cannot tell from the one with the highest score at these
-bytes. If there are many cells, the table gives their number and the one with the highest score. The score and *diff*,
-its difference from the full cache, have 95 % intervals and are those of the first cell that is named. Some methods
-({twice}) let the model read each prompt a second time before the first token, which [takes time](results-cost.md).
-*read once* names the raw cells that may be best without them. *With a codec* names the cell with the highest score of
-those that read once and keep their rows in a codec or, of several whose intervals reach this score, the one with the
-fewest bytes. It says so if none of their intervals reaches the score of the raw cell that reads once. If they hold
-other bytes, these stand beside the score. If a part is named in brackets, the cell was measured there, on other
-samples. [Models and lengths](results-models-and-lengths.md) has scores for longer prompts. Some methods need [a file
-for the model](files-for-methods.md). That of `duo_attention` was made from KVzip's scores, and its authors train one.
+*Budget* is the setting, and *bytes* is what the cells then hold when the answer begins, the rows of a hidden question
+included. *May be best* lists the cells with raw rows that the samples cannot tell from the one with the highest score
+at these bytes. If there are many cells, the table gives their number and the one with the highest score. The score and
+*diff*, its difference from the full cache, have 95 % intervals and are those of the first cell that is named. Some
+methods ({twice}) let the model read each prompt a second time before the first token, which [takes
+time](results-cost.md). *read once* names the raw cells that may be best without them. *With a codec* names the cell
+with the highest score of those that read once and keep their rows in a codec or, of several whose intervals reach this
+score, the one with the fewest bytes. It says so if none of their intervals reaches the score of the raw cell that reads
+once. If they hold other bytes, these stand beside the score. If a part is named in brackets, the cell was measured
+there, on other samples. [Models and lengths](results-models-and-lengths.md) has scores for longer prompts. Some methods
+need [a file for the model](files-for-methods.md). That of `duo_attention` was made from KVzip's scores, and its authors
+train one.
 """
 NEEDS = {  # question of the prompts -> title of the need
     "visible": "The question is known when the cache is cut",
@@ -142,6 +146,7 @@ def format_columns(columns: Sequence[Column], sections: Sequence[Section]) -> li
     if not columns:
         return [f"{NOTHING}\n"]
     listed = [
+        TableColumn("budget", "", lambda column: format_budget(column.budget)),
         TableColumn("bytes", "", lambda column: column.share),
         TableColumn("may be best", "", lambda column: name_best(column.leaders, len(column.cells))),
         TableColumn("score", "", lambda column: format_score_interval(column.leaders[0])),

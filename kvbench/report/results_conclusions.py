@@ -391,7 +391,7 @@ def conclude_hidden(sections: Sequence[Section], margin: float) -> Conclusion | 
     most = max(changed, key=lambda line: (abs(line["question_gain"]), line["label"]))
     rise = f" and raises it in {len(risen)}" if risen else ""
     held = format_range([line["bytes_held"] for line in changed], say_percent)
-    up = f" It rises for {name_cells(risen)}." if risen and len(risen) <= FEW else ""
+    up = f" The score rises for {name_cells(risen)}." if risen and len(risen) <= FEW else ""
     others = f" The score falls for {name_cells(fallen)}." if 1 < len(fallen) <= MANY else ""
     if same:
         named = f" No change is shown for {name_cells(same)}."
@@ -408,8 +408,8 @@ def conclude_hidden(sections: Sequence[Section], margin: float) -> Conclusion | 
         f"With a budget of {format_budget(column.budget)}, cutting the cache before the question is known lowers the "
         f"score in {len(fallen)} of {len(changed)} cells{rise} (jointly at 95 %).",
         f"The largest change is that of {name_cell(most)}: {format_change(most, 'question_gain')}.{up} With the "
-        f"question's rows, which come on top of the budget, the cells hold {held} of the bytes. With {column.share}, "
-        f"{name_leaders(column)}. {first}",
+        f"question's rows, which come on top of the budget, the cells hold {held} of the bytes. With {column.share} of "
+        f"them, {name_leaders(column)}. {first}",
         name_place(column.section, f"raw rows, budget {format_budget(column.budget)}"),
         f"{others}{more}",
     )
@@ -558,7 +558,7 @@ def conclude_no_worse(sections: Sequence[Section], margin: float) -> Conclusion 
         headline = f"With {share} of the bytes, {name_cell(line)} is shown to lose at most {bound}{mean}."
         text = f"It scores {scores}{say_files(line)}.{describe_worst(line)}{describe_other_kept(kept)} "
         text += f"{count} cells with fewer bytes than the full cache were compared with the full cache."
-        text += "".join(describe_other_lengths(cell, section, sections) for cell in list_first(kept))
+        text += describe_other_lengths(list_first(kept), section, sections)
     else:
         headline = f"No cell that holds fewer bytes than the full cache is shown to lose at most {bound}."
         text = f"That takes a whole interval above -{bound}, so some of them may lose less all the same. "
@@ -567,16 +567,19 @@ def conclude_no_worse(sections: Sequence[Section], margin: float) -> Conclusion 
     return Conclusion(headline, f"{text} {ALONE.format(bound=bound)}", name_place(section, name_budget(line)))
 
 
-def describe_other_lengths(line: Line, section: Section, sections: Sequence[Section]) -> str:
-    """Return a cell's differences from the full cache with prompts of other lengths, with a space before it."""
-    found = [
-        f"{format_change(each, 'difference')} ({other.protocol[3]})"
-        for other in sections
-        if other.protocol[:3] == section.protocol[:3] and other.protocol[3] != section.protocol[3]
-        if (each := other.find_cell(line))
-    ]
-    own = f"the difference of {name_cell(line)} from the full cache"
-    return f" With prompts of other lengths, {own} is {join_words(found, 'and')}." if found else ""
+def describe_other_lengths(cells: Sequence[Line], section: Section, sections: Sequence[Section]) -> str:
+    """Return the cells' differences from the full cache with prompts of other lengths, with a space before it."""
+    told = []
+    for line in cells:
+        found = [
+            f"{format_change(each, 'difference')} ({other.protocol[3]})"
+            for other in sections
+            if other.protocol[:3] == section.protocol[:3] and other.protocol[3] != section.protocol[3]
+            if (each := other.find_cell(line))
+        ]
+        told += [f"{name_cell(line)} {join_words(found, 'and')}"] if found else []
+    begin = " With prompts of other lengths, these differences from the full cache were measured: "
+    return f"{begin}{'; '.join(told)}." if told else ""
 
 
 def describe_worst(line: Line) -> str:
@@ -631,13 +634,18 @@ def conclude_presets(sections: Sequence[Section], margin: float) -> Conclusion |
         f" Of all {count} pairs of cells of one method, budget and similar bytes, planned or not, {apart} are told "
         f"apart, in {len(told)} of {count_things(len(known), 'method')} (jointly at 95 %)."
     )
+    farthest = max(spreads, key=lambda spread: abs(spread.change[0]), default=None)
+    if farthest is not None and abs(farthest.change[0]) > abs(widest.change[0]):
+        ends = (farthest.cells[0], farthest.cells[-1])
+        scores = join_words([f"{format_number(line['score'])} ({name_cell(line)})" for line in ends], "and")
+        in_all += f" The farthest apart score {scores}."
     return Conclusion(
         f"Settings alone change the score of {len(set(differ))} of {len(methods)} methods, in {len(differ)} of "
         f"{len(pairs)} planned comparisons (jointly at 95 %).",
-        f"The widest of these is that of {name_cell(one)} and {name_cell(other)} with a budget of "
-        f"{format_budget(one['budget'])}: {format_number(one['score'])} and {format_number(other['score'])}, a "
-        f"difference of {format_difference(*widest.change)}.{in_all if count > len(pairs) else ''}"
-        f"{describe_files(section, sections)}",
+        f"Of the planned comparisons, that of {name_cell(one)} and {name_cell(other)} with a budget of "
+        f"{format_budget(one['budget'])} shows the largest difference: {format_number(one['score'])} and "
+        f"{format_number(other['score'])}, a difference of {format_difference(*widest.change)}."
+        f"{in_all if count > len(pairs) else ''}{describe_files(section, sections)}",
         name_place(section, "two presets of a method at one budget"),
         f"{describe_order(section)}{describe_hidden_settings(section, paired)}",
     )
@@ -650,9 +658,11 @@ def describe_hidden_settings(visible: Section, paired: Sequence[Section]) -> str
             pairs = pair_settings(section)
             differ = sum(each.sign != 0 for each in pairs)
             unequal = len(pair_settings(section, inf)) - len(pairs)
-            these = count_things(len(pairs), "such comparison")
-            rest = f"; {unequal} of other bytes {'is' if unequal == 1 else 'are'} left out"
-            return f" With the question hidden, {differ} of {these} show a difference{rest if unequal else ''}."
+            rest = f"; the cells of {count_things(unequal, 'other')} do not hold similar bytes"
+            return (
+                f" With the question hidden, {differ} of {len(pairs)} planned comparisons at similar bytes show a "
+                f"difference{rest if unequal else ''}."
+            )
     return ""
 
 
@@ -821,8 +831,34 @@ def conclude_long(sections: Sequence[Section], margin: float) -> Conclusion | No
     if not heads:
         return None
     headline = "; ".join(heads)
-    jointly = " (each count jointly at 95 %)" if counted else ""
+    counts = headline.count(" of ")
+    jointly = f" ({'each count ' if counts > 1 else ''}jointly at 95 %)" if counted else ""
     return Conclusion(f"{headline[0].upper()}{headline[1:]}{jointly}.", " ".join(texts), "; ".join(cells), more)
+
+
+def conclude_changes(sections: Sequence[Section], margin: float) -> Conclusion | None:
+    """Conclude which of the changes that conf/measured.yaml names for cells change the score."""
+    section = max(sections, key=lambda each: len(each.changed), default=None)
+    if section is None or not section.changed:
+        return None
+    lines = {line["hash"]: line for line in section.cells}
+    ordered = sorted(section.changed, key=lambda each: (each.change[0], each.words))
+
+    def tell(begin: str, sign: int) -> str:
+        told = [
+            f"*{each.words}* ({format_number(lines[each.one]['score'])} to {format_number(lines[each.other]['score'])})"
+            for each in ordered
+            if each.sign == sign
+        ]
+        return f"{begin}{'; '.join(told)}. " if told else ""
+
+    count, signs = len(ordered), [each.sign for each in ordered]
+    return Conclusion(
+        f"Of {count_things(count, 'change')} to a codec, {signs.count(-1)} {'is' if signs.count(-1) == 1 else 'are'} "
+        f"shown to lower the score and {signs.count(1)} to raise it (jointly at 95 %).",
+        (tell("It falls with ", -1) + tell("It rises with ", 1) + tell("No change is shown with ", 0)).strip(),
+        name_place(section, "a cell, and one that changes one thing in it"),
+    )
 
 
 def list_cut(section: Section) -> list[TurnScores]:
@@ -891,15 +927,18 @@ def describe_smaller(section: Section, smaller: Sequence[Line], margin: float, c
         text += f" {describe_losses(len(smaller), kept, less, bound, ' with fewer bytes')}"
         shown = [line for line in smaller if is_kept(line, full, margin)]
         if 0 < kept <= FEW:
-            text += (
-                f" {'That is' if kept == 1 else 'These are'} {join_words(list(map(name_with_bytes, shown)), 'and')}."
-            )
+            names = join_words(list(map(name_with_bytes, shown)), "and")
+            text += f" {'That is' if kept == 1 else 'These are'} {names}."
     if undecided == len(smaller):
         width = sum(line["high"] - line["low"] for line in smaller) / len(smaller) / 2
         return f"{text} The 95 % intervals of their differences reach {width:.0f} points to either side, in the mean."
+    holds = is_kept(best, full, margin)
+    if counts and kept == 1 and holds:
+        return f"{text} It also scores most: {format_score_interval(best)}."
     text += f" {name_with_bytes(best)} scores most: {format_score_interval(best)}"
-    loses_little = not counts and bound > 0 and is_kept(best, full, margin)
-    return f"{text}, and is shown to lose at most {bound:.1f} points." if loses_little else f"{text}."
+    if counts:
+        return f"{text}, but is not shown to lose at most {bound:.1f} points." if kept and not holds else f"{text}."
+    return f"{text}, and is shown to lose at most {bound:.1f} points." if bound > 0 and holds else f"{text}."
 
 
 def count_losses(section: Section, smaller: Sequence[Line], margin: float) -> tuple[int, int, int]:

@@ -15,6 +15,7 @@ from kvbench.analysis.joint_signs import MARGIN
 from kvbench.analysis.result_lines import Line, PartNumbers, list_part_files, read_part
 from kvbench.analysis.text_table import format_range
 from kvbench.atomic import replace_file
+from kvbench.config.study_parts import StudyPart
 from kvbench.report import results_choice
 from kvbench.report.results_cells import (
     EVICTING,
@@ -37,6 +38,7 @@ from kvbench.report.results_conclusions import (
     choose_column,
     choose_question,
     conclude_best,
+    conclude_changes,
     conclude_codecs,
     conclude_hidden,
     conclude_lengths,
@@ -55,6 +57,7 @@ from kvbench.report.results_tables import (
     format_bytes,
     format_equal_bytes,
     format_gains,
+    format_named_changes,
     format_section,
     format_spreads,
     format_subtasks,
@@ -82,7 +85,7 @@ TITLES = {  # sub-page -> its title, and the question that it answers
 RULES = {  # sub-page -> the rules whose conclusions answer it; docs/results.md has the first one of each page of FIRST
     EQUAL: (conclude_best, conclude_no_worse),
     HIDDEN: (conclude_hidden,),
-    CODECS: (conclude_codecs,),
+    CODECS: (conclude_codecs, conclude_changes),
     PRESETS: (conclude_presets,),
     LONG: (conclude_long,),
     TURNS: (conclude_long,),
@@ -100,7 +103,8 @@ What KV-cache methods and codecs score on small models: {models}. **How methods 
 large ones** ([more](#what-they-cannot-tell)). {counts} Every number is in {links}, and [What was
 measured](results-measured.md) has the commands.
 
-A *cell* is a method with a budget, a codec or both. Its score is between 0 and 100: the mean over the subtasks of a
+A *cell* is a method with a budget, a codec or both: `snapkv · int4` is the method `snapkv` with the codec `int4`, and
+`full` keeps all rows. Its score is between 0 and 100: the mean over the subtasks of a
 task, such as the 13 of RULER. *Raw* rows are keys and values without a codec. *Bytes* are those of the keys and values
 in memory when the answer begins, as a share of the full cache's. *Jointly at 95 %* means that all signs that a sentence
 counts are right in 95 of 100 such studies. The [glossary](glossary.md) has other words.
@@ -114,7 +118,8 @@ counts are right in 95 of 100 such studies. The [glossary](glossary.md) has othe
 CAPTION = """\
 Each mark is a cell, with the 95 % interval of its score, which may be smaller than the mark. The
 key names cells that no other one with fewer bytes beats, also among those that read each prompt once, and others with
-high scores; the rest are grey. {ties}{hollow}"""
+high scores; the rest are grey. Lines join the budgets of a cell. The dashed line is the full cache, in a grey band as
+wide as its interval. {ties}{hollow}"""
 TIES = (
     "A blue band beside marks spans neighbours by score, with raw rows and similar bytes, of which no two can be told "
     "apart (all ranks of one share of the bytes hold together with 95 % confidence). "
@@ -122,8 +127,8 @@ TIES = (
 ONE_BEST = "Of the raw cells of similar bytes, {best} is shown to be the best each time. "
 HOLLOW = "Hollow marks are methods that keep all rows but attend to few."
 FIXED = """\
-A fixed rule makes each conclusion from the data, whatever the outcome. Each stands on one model: smollm2_long if it was
-measured for this topic, else smollm2, else reference. Of this model it takes the task and length with most answers. The
+A fixed rule makes each conclusion from the data, whatever the outcome. Each topic stands on one model: smollm2_long if
+it was measured for it, else smollm2, else reference. Of this model it takes the task and length with most answers. The
 rules are: the best of the most cells compared at {level} of the bytes, and the fewest bytes that lose at most a
 [margin](statistics.md#margins-and-counts); what hiding the question changes there; cells with a codec against raw rows
 of equal bytes; planned comparisons of two settings of a method; and losses where answers are long or a context gets
@@ -151,9 +156,9 @@ TERMS = (  # what a sub-page says about its tables: what it must show for this, 
     ),
     (
         "",
-        "A budget is a share of the rows at the time when the cache is cut. Rows that are read or written later, such "
-        "as those of a hidden question, come on top of it, and some methods go on cutting while they answer, so "
-        "*bytes* can differ from the budget.",
+        "A budget is a share of the rows at the time when the cache is cut or, with `budget_of=seen`, of all rows seen "
+        "so far. Rows that are read or written later, such as those of a hidden question, come on top of it unless the "
+        "method goes on cutting while it answers, so *bytes* can differ from the budget.",
     ),
 )
 JUDGED = (
@@ -273,13 +278,17 @@ def write_results_page(
 
 
 def read_parts(files: Mapping[str, Path]) -> dict[str, PartNumbers]:
-    """Return part -> its lines, and the comparisons that conf/measured.yaml plans for it.
+    """Return part -> its lines, and the comparisons that conf/measured.yaml names for it.
 
     Raises:
         SettingError: A file has no lines.
     """
     known = list_known()
-    parts = {part: read_part(path, known[part].pairs if part in known else ()) for part, path in files.items()}
+    plain = StudyPart("", "", ())
+    parts = {}
+    for part, path in files.items():
+        study = known.get(part, plain)
+        parts[part] = read_part(path, study.pairs, study.changes)
     for part, numbers in parts.items():
         if not numbers.lines:
             raise SettingError(f"{files[part]}: has no lines")
@@ -513,6 +522,7 @@ def list_changes(page: str, sections: Sequence[Section]) -> dict[str, list[str]]
     if page == CODECS:
         return {
             "At equal bytes": format_equal_bytes(sections),
+            "What parts of a codec change": format_named_changes(sections),
             "At equal rows": format_gains(sections, "codec_gain"),
             BY_SUBTASK: show_coded_subtasks(sections),
             "What a byte buys": format_bytes(sections),

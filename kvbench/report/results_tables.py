@@ -61,10 +61,10 @@ from kvbench.report.results_text import (
 WIDE = 2  # budgets of a table that shows intervals; tables of more budgets show scores and ranks
 FEW = 3  # methods that a sentence names in any case
 JOINT = " These signs hold together with 95 % confidence."
-MORE = "Scores are higher than without the {} in {{more}} of {{count}} cells and lower in {{less}}"
+MORE = "Scores are shown to be higher than without the {} in {{more}} of {{count}} cells and lower in {{less}}"
 CHANGES = {  # key of GAINS -> sentence with the numbers of cells that score less or more
-    "question_gain": "Scores fall in {less} of {count} cells when the cache is cut before the question is known, and "
-    "rise in {more}",
+    "question_gain": "Scores are shown to fall in {less} of {count} cells when the cache is cut before the question is "
+    "known, and to rise in {more}",
     "allocator_gain": MORE.format("allocator"),
     "codec_gain": MORE.format("codec"),
 }
@@ -77,8 +77,8 @@ files. Fronts go by mean scores, and neighbours on them often cannot be told apa
 SPREADS = """\
 Each row has cells of one budget and similar bytes that differ in a preset, a setting or a file only. *range* is the
 difference of the highest and the lowest score. These two were picked for their distance, so *range* and its interval
-exaggerate. *apart* does not: it counts all pairs of cells that are shown to differ (Holm's procedure over all pairs of
-a section)."""
+exaggerate, and an interval above 0 alone shows no difference. *apart* counts all pairs of cells that are shown to
+differ (Holm's procedure over all pairs of a section)."""
 EQUAL_BYTES = f"""\
 A pair is a cell with a codec and a cell of the same method with fewer raw rows, whose bytes differ by at most
 {say_percent(EQUAL)}. Pairs are sorted by the raw rows, then by the gain. Parts and questions without such a pair are
@@ -98,16 +98,22 @@ PLANNED = (
     "its 95 % interval. *more* says which of them scores more."
 )
 PLANNED_SIGNS = (
-    "**Planned comparisons.** The signs hold together with 95 % confidence for the {count} planned comparisons of the "
-    "part that were measured (Holm's procedure)."
+    "**Planned comparisons.** The signs hold together with 95 % confidence for all {count} planned comparisons that "
+    "were measured in the part{shown} (Holm's procedure)."
+)
+NAMED_CHANGES = (
+    "Each row changes one thing in another cell. *unchanged* is the score of that cell, and *gain* is the difference "
+    "from it, paired by sample, with its 95 % interval. The cells were planned before they were measured, and this "
+    "list was written afterwards. The largest loss is first. The unchanged cells are {cells}."
 )
 ENDS = (
     "**How answers end.** *tokens* is the mean number of tokens of an answer, and *at the limit* the share of answers "
-    "that the task's limit of tokens ended. An answer that is much shorter than the full cache's has left out steps."
+    "that the task's limit of tokens ended. An answer that is much shorter than the full cache's probably leaves out "
+    "steps."
 )
 POINTS = (
-    "These cells have no budget of bytes in common, so each stands at its measured bytes: a codec packs the rows, or "
-    "the method decides how many rows stay."
+    "In these cells a codec packs the rows, or the method decides how many rows stay. Cells of one budget of rows hold "
+    "different bytes, so each cell stands at its measured bytes."
 )
 READERS = (
     "In these cells a token reads only some of the rows that the cache holds. The budget is the share that it should "
@@ -194,7 +200,9 @@ def format_planned(section: Section) -> list[str]:
         Column("difference", "", lambda each: format_difference(*each.change)),
         Column("more", "", decide),
     ]
-    sentences = PLANNED_SIGNS.format(count=section.planned_in_all), PLANNED
+    shown, count = len(section.planned), section.planned_in_all
+    part = f", of which this table has {shown}" if shown < count else ""
+    sentences = PLANNED_SIGNS.format(count=count, shown=part), PLANNED
     return [*(f"{wrap(text)}\n" for text in sentences), *format_markdown(columns, section.planned), ""]
 
 
@@ -227,7 +235,7 @@ def describe_ranks(cells: Sequence[Line]) -> str:
     if len(cells) < 2:
         return ""
     apart, pairs = sum(line["rank_first"] - 1 for line in cells), len(cells) * (len(cells) - 1) // 2
-    first = [line["label"] for line in cells if line["rank_first"] == 1]
+    first = [line["label"] for line in sort_by_score(cells) if line["rank_first"] == 1]
     named = len(first) <= max(FEW, len(cells) / 2)
     may = "is" if len(first) == 1 else "may be"
     these = f"The best of these {len(cells)} {may} {join_words(first, 'or')}."
@@ -428,7 +436,8 @@ def format_spreads(sections: Sequence[Section]) -> list[str]:
         if not spreads:
             continue
         apart, pairs = sum(spread.apart for spread in spreads), sum(spread.pairs for spread in spreads)
-        sentence = f"**{section.title}.** {apart} of {pairs} pairs {'differs' if apart == 1 else 'differ'}.{JOINT}"
+        shown = f"{apart or 'None'} of {pairs} pairs {'are' if apart > 1 else 'is'} shown to differ."
+        sentence = f"**{section.title}.** {shown}{JOINT}"
         sentence += PAIRED.format(column="range")
         columns = [
             Column("highest", "", lambda spread: spread.cells[0]["label"]),
@@ -441,6 +450,35 @@ def format_spreads(sections: Sequence[Section]) -> list[str]:
         ]
         text += [wrap(sentence), "", *format_markdown(columns, spreads), ""]
     return [wrap(SPREADS), "", *text] if text else []
+
+
+def format_named_changes(sections: Sequence[Section]) -> list[str]:
+    """Return tables of what conf/measured.yaml changes in cells; empty if it names no changes."""
+    return [line for section in sections if section.changed for line in format_changed(section)]
+
+
+def format_changed(section: Section) -> list[str]:
+    """Return how many of the named changes of a section change the score, and their table."""
+    lines = {line["hash"]: line for line in section.cells}
+    signs = [each.sign for each in section.changed]
+    told = (
+        f"**{section.title}.** {signs.count(-1)} of {len(signs)} changes are shown to lower the score and "
+        f"{signs.count(1)} to raise it{say_undecided(signs.count(0))}{JOINT} "
+    )
+    unchanged = [lines[run] for run in dict.fromkeys(each.one for each in section.changed)]
+    cells = [f"{line['label']} ({format_percent(line['bytes_held'])} of the bytes)" for line in unchanged]
+    columns = [
+        Column("change", "", lambda each: each.words),
+        Column("bytes", "", lambda each: format_percent(lines[each.other]["bytes_held"])),
+        Column("with files", "", lambda each: format_share(lines[each.other]["bytes_with_files"])),
+        Column("unchanged", "", lambda each: format_number(lines[each.one]["score"])),
+        Column("score", "", lambda each: format_number(lines[each.other]["score"])),
+        Column("gain", "", lambda each: format_difference(*each.change)),
+        Column("shown", "", lambda each: {-1: "lower", 0: "", 1: "higher"}[each.sign]),
+    ]
+    ordered = sorted(section.changed, key=lambda each: each.change[0])
+    text = wrap(told + NAMED_CHANGES.format(cells=join_words(cells, "and")))
+    return [text, "", *format_markdown(columns, ordered), ""]
 
 
 def format_equal_bytes(sections: Sequence[Section]) -> list[str]:

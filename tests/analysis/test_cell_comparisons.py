@@ -12,7 +12,8 @@ from kvbench.config.catalogue import identity_settings, load_settings
 from kvbench.config.planned_pairs import list_compared, parse_settings
 from kvbench.config.study_parts import read_study
 from kvbench.report.results_cells import find_spreads, split_sections
-from kvbench.report.results_tables import format_planned, format_spreads
+from kvbench.report.results_conclusions import conclude_changes
+from kvbench.report.results_tables import format_named_changes, format_planned, format_spreads
 from kvbench.store.published_file import write_published
 from kvbench.store.published_runs import publish
 from kvbench.store.run_folder import RunFolder
@@ -125,7 +126,7 @@ def test_the_page_shows_what_was_planned(path):
     shown = [section for section in sections if section.planned]
     assert [section.question for section in shown] == ["visible", "hidden"]
     text = " ".join(" ".join(format_planned(shown[0])).split())
-    assert "for the 4 planned comparisons of the part that were measured" in text
+    assert "for all 4 planned comparisons that were measured in the part, of which this table has 2 (Holm's" in text
     first = part.planned[0]
     assert "| snapkv, 20 % (20.0% of the bytes) | keydiff, 20 % (20.0% of the bytes) |" in text
     assert f"{first.change[0]:+.1f}" in text and text.count("| first |") == 1 + 2
@@ -145,6 +146,44 @@ def test_presets_are_compared_with_each_other_by_sample(path):
     assert "are paired by sample" in " ".join(format_spreads([section]))
 
 
+def test_changes_are_told_in_words_and_their_signs_are_joint(tmp_path, monkeypatch):
+    folder = tmp_path / "store"
+    write_run(folder, draw_records(1.0, 1.0, 0), method={"name": "full"})
+    for seed, (name, chance) in enumerate({"first": 0.9, "second": 0.2, "third": 0.88}.items()):
+        codec = {"name": "palu", "path": f"hash-of-{name}", "bits": None}
+        write_run(folder, draw_records(0.5, chance, seed), method={"name": "full"}, codec=codec)
+    files = {f"hash-of-{name}": name for name in ("first", "second", "third")}
+    write_published([publish(run) for run in load_runs(folder)], files, tmp_path / "x.parquet")
+    changes = {
+        "codec=palu codec.path=first codec.bits=null": {
+            "a worse file": "codec=palu codec.path=second",
+            "another file": "codec=palu codec.path=third",
+            "not measured": "codec=palu codec.path=fourth",
+        }
+    }
+    part = read_part(tmp_path / "x.parquet", changes=changes)
+    assert [(each.words, each.sign) for each in part.changed] == [("a worse file", -1), ("another file", 0)]
+    [section] = split_sections({"a": part.lines}, {"a": part})
+    text = "\n".join(format_named_changes([section]))
+    scores = {line["label"].rpartition("=")[2]: line["score"] for line in part.lines}
+    row = f"| {scores['first']:.1f} | {scores['second']:.1f} | {part.changed[0].change[0]:+.1f} "
+    assert "1 of 2 changes are shown to lower the score and 0 to raise it; in 1 neither is shown." in text.replace(
+        "\n", " "
+    )
+    assert (
+        text.index("| a worse file |") < text.index("| another file |") and row in text and text.count("| lower |") == 1
+    )
+    told = conclude_changes([section], 3.0)
+    assert (
+        told.headline == "Of 2 changes to a codec, 1 is shown to lower the score and 0 to raise it (jointly at 95 %)."
+    )
+    falls = f"It falls with *a worse file* ({scores['first']:.1f} to {scores['second']:.1f}). No change is shown with *"
+    assert told.first.startswith(falls) and "rises" not in told.first
+    assert conclude_changes([replace(section, changed=())], 3.0) is None and conclude_changes([], 3.0) is None
+    with pytest.raises(SettingError, match="'codec=palu' and 'codec=palu codec.path=second' mean several cells"):
+        read_part(tmp_path / "x.parquet", changes={"codec=palu": {"x": "codec=palu codec.path=second"}})
+
+
 def make_run(cell: dict[str, str]) -> StoredRun:
     """A run with the settings of a planned cell, as its identity has them."""
     value = {"model": {"name": "tiny"}, "task": {"name": "ruler"}, "budget": float(cell["budget"])}
@@ -162,7 +201,7 @@ def test_the_planned_presets_are_found_among_all_runs_of_their_part(tmp_path):
     presets = [line | {"method.preset": name} for line in first for name in line["method.preset"].split(",")]
     runs = {run.hash: run for run in map(make_run, presets)}
     assert len(runs) == len(presets) > 15
-    cells = [make_cell(run, "") for run in runs.values()]
+    cells = [make_cell(run, "", {}) for run in runs.values()]
     for pair in part.pairs:
         [compared] = list_compared(pair, cells)
         for side, cell in zip(pair, compared, strict=True):

@@ -270,6 +270,8 @@ def test_what_cannot_be_used_is_one_line(given, said, capsys):
         *("a: {title: x}", "- a", "a: {title: x, sweeps: [], colour: red}", "a: ["),
         *("a: {title: x, sweeps: [3]}", "a: {title: x, sweeps: [{b=1: []}]}", "a: {title: x, sweeps: [{b=1: [2]}]}"),
         *("a: {title: x, sweeps: [], pairs: [[b]]}", "a: {title: x, sweeps: [], rate: 0}"),
+        "a: {title: x, sweeps: [], changes: {b: [c]}}",
+        "a: {title: x, sweeps: [], changes: {b: {c: 1}}}",
     ],
 )
 def test_a_file_that_has_no_tiers_is_refused(text, tmp_path, capsys):

@@ -45,7 +45,10 @@ def test_a_link_that_leads_nowhere_is_a_fault(hooks, tmp_path, body, fault):
 def test_the_head_of_a_page_links_to_the_repository_once_its_address_is_known(hooks, tmp_path, monkeypatch):
     monkeypatch.setattr(hooks, "ROOT", tmp_path)
     (tmp_path / "pyproject.toml").write_text('[project]\nversion = "1.2"\n')
-    for line, address in (("", None), ("repository-code: https://example.org/kvbench\n", "https://example.org/kvbench")):
+    for line, address in (
+        ("", None),
+        ("repository-code: https://example.org/kvbench\n", "https://example.org/kvbench"),
+    ):
         (tmp_path / "CITATION.cff").write_text(f"version: 1.2\n{line}")
         config = hooks.on_config(SimpleNamespace())
         assert (config.copyright, config.repo_url) == ("kvbench 1.2", address)

@@ -137,7 +137,8 @@ def test_hiding_the_question_is_counted_jointly():
     start = (
         "The largest change is that of `kvzip`: -30.0 [-40.0, -20.0]. With the question's rows, which come on top of "
     )
-    assert sentence.first.startswith(f"{start}the budget, the cells hold 20 % of the bytes. With 20 %, `kvzip` has the")
+    held = "the budget, the cells hold 20 % of the bytes. With 20 % of them, `kvzip` has the"
+    assert sentence.first.startswith(f"{start}{held}")
     assert sentence.more.startswith(" No change is shown for `tova` and `random`.")
     assert sentence.write(short=True).endswith(sentence.first) and sentence.write().endswith(sentence.more)
     assert conclude_hidden(split(a=make_class(*BEST)), 3.0) is None
@@ -156,7 +157,7 @@ def test_hiding_the_question_is_counted_jointly():
     lines = [make_full(), make_full(question="hidden"), *make_class(*BEST), *hidden]
     both = conclude_hidden(split_sections({"a": lines}), 3.0)
     assert "lowers the score in 1 of 3 cells and raises it in 1 (jointly" in both.headline
-    assert "largest change is that of `random`: +35.0" in both.text and " It rises for `random`." in both.text
+    assert "largest change is that of `random`: +35.0" in both.text and " The score rises for `random`." in both.text
     assert both.text.endswith("`kvzip` from its score with the question visible is -30.0 [-40.0, -20.0].")
 
 
@@ -215,7 +216,8 @@ def test_settings_of_one_method_are_compared_as_planned():
     numbers = PartNumbers(lines, planned, [planned[0]])
     found = conclude_presets(split_sections({"p": lines}, {"p": numbers}), 3.0)
     assert "score of 1 of 1 methods, in 1 of 2 planned comparisons (jointly at 95 %)." in found.headline
-    assert "that of `a` and `a b` with a budget of 20 %: 50.0 and 20.0, a difference of -30.0 [-35.0," in found.text
+    widest = "that of `a` and `a b` with a budget of 20 % shows the largest difference: 50.0 and 20.0, a difference of "
+    assert f"{widest}-30.0 [-35.0," in found.text
     assert "Of all" not in found.text  # no more pairs than the planned ones
     varied = [
         planned[0],
@@ -225,6 +227,11 @@ def test_settings_of_one_method_are_compared_as_planned():
     lines.append(lines[1] | {"hash": "6", "label": "a c"})
     in_all = conclude_presets(split_sections({"p": lines}, {"p": PartNumbers(lines, planned, varied)}), 3.0)
     assert "Of all 3 pairs of cells" in in_all.text and ", 2 are told apart, in 1 of 1 method (jointly" in in_all.text
+    assert "farthest apart" not in in_all.text  # they are no farther apart than the planned ones
+    higher = [*lines[:-1], lines[-1] | {"score": 52.0}]
+    varied[1] = CellComparison("2", "6", (32.0, 25.0, 36.0), 1)
+    farther = conclude_presets(split_sections({"p": higher}, {"p": PartNumbers(higher, planned, varied)}), 3.0)
+    assert " The farthest apart score 52.0 (`a c`) and 20.0 (`a b`)." in farther.text
     for changed in ({"bytes_held": 0.3}, {"label": "a · codec.path=x"}, {"allocator": "ada"}):
         other = [line | changed if line["hash"] == "2" else line for line in lines]
         [section] = split_sections({"p": other}, {"p": PartNumbers(other, planned)})
@@ -248,13 +255,17 @@ def test_settings_of_one_method_are_compared_as_planned():
         " Of 1 pair of files that differ in their seeds alone (part seeds), these are told apart (jointly at 95 %): 1 "
         "of `x` (43.0 and 40.0)."
     )
-    assert told.more.endswith(" With the question hidden, 2 of 2 such comparisons show a difference.")
+    assert told.more.endswith(
+        " With the question hidden, 2 of 2 planned comparisons at similar bytes show a difference."
+    )
     unseen += [CellComparison("h1", other, (9.0, 5.0, 14.0), 1) for other in ("h5", "h6")]  # h5 is of another method
     hidden[-1]["bytes_held"] = 0.3
     alike = PartNumbers(seeds.lines, [], [CellComparison("s0", "s1", (3.0, -1.0, 7.0), 0)])
     numbers = PartNumbers([*lines, *hidden], [*planned, *unseen], varied)
     told = conclude_presets(split_sections(parts, {"p": numbers, "seeds": alike}), 3.0)
-    assert "2 of 2 such comparisons show a difference; 1 of other bytes is left out." in told.more
+    assert (
+        "2 of 2 planned comparisons at similar bytes show a difference; the cells of 1 other do not hold" in told.more
+    )
     assert told.first.endswith(
         "none is shown to differ (jointly at 95 %); the largest difference is 3.0 points, which is likely to be "
         "exaggerated."
@@ -364,7 +375,7 @@ def test_the_fewest_bytes_are_those_of_a_cell_that_is_shown_to_be_no_worse():
     assert conclude_no_worse(split_sections({"a": [make_full(score=0.0), small]}), 3.0) is None
     longer = [line | {"protocol": "length 8192", "n": 99} for line in (make_full(), middle | {"difference": -7.0})]
     beside = conclude_no_worse(split_sections({"a": [make_full(), middle], "b": longer}), 3.0).text
-    other = "With prompts of other lengths, the difference of `snapkv` from the full cache is -7.0"
+    other = "With prompts of other lengths, these differences from the full cache were measured: `snapkv` -7.0"
     assert other in beside and "(length 8192)." in beside and other not in shown.text
 
 

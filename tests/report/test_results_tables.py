@@ -175,7 +175,9 @@ def test_presets_have_a_table_of_their_spread():
         for one, other, sign in pairs
     ]
     text = format_spreads(split_sections({"a": lines}, {"a": PartNumbers(lines, varied=varied)}))
-    assert "**Part a: smollm2, ruler length 4096, question visible.** 2 of 3 pairs differ." in " ".join(text)
+    assert "**Part a: smollm2, ruler length 4096, question visible.** 2 of 3 pairs are shown to differ." in " ".join(
+        text
+    )
     ends = ["snapkv kvpress", "snapkv window=4"]
     numbers = ["62.0, 60.0, 20.0", "+42.0 \\[+35.0, +49.0\\]", "2 of 3"]
     assert list_rows(text) == [[*ends, "20 %", "3", *numbers]]
