@@ -11,7 +11,7 @@ QUICK_TESTS := -n 2 --dist worksteal --hypothesis-profile quick -m "$(PLAIN)"
 # Compiled sources are kept, also where the environment says otherwise: each process would compile all of them again.
 PYTEST = OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest
 
-.PHONY: help docs test-docs test-package model real parity bench-share test-browser test-latex test-slurm setup setup-tests run test durations mutants test-all test-versions test-gpu lint style types pack bench-methods efficiency reference-model
+.PHONY: help docs test-docs test-package model real parity bench-share test-browser test-latex test-results test-slurm setup setup-tests run test durations mutants test-all test-versions test-gpu lint style types pack bench-methods efficiency reference-model
 
 # Print the targets.
 help:
@@ -71,6 +71,10 @@ $(TYPED):
 # Run the tests that every change must pass; tests/README.md says what they leave out.
 test: setup-tests style
 	$(PYTEST) $(QUICK_TESTS) --cpu-times
+
+# Compute every number and picture of docs/results.md and its sub-pages again from the published rows.
+test-results: setup-tests
+	$(PYTEST) -n 2 -m full tests/report/test_results_page.py tests/report/test_published_numbers.py
 
 # Measure the CPU time of the tests of `make test` and write tests/durations.csv.
 # The machine should be at rest.

@@ -367,11 +367,14 @@ def describe_samples(block: ScoreBlock) -> str:
 
 
 def count_samples(block: ScoreBlock) -> str:
-    """Say how many samples the numbers come from. If that is not all, name their subtasks and how many are planned."""
-    if block.samples == block.planned:
-        return f"n = {block.samples}"
+    """Say how many samples the numbers come from, and of how many subtasks.
+
+    If that is not all, name their subtasks and how many samples are planned.
+    """
     places = [f"{name} ({len(uids)})" for name, uids in block.paired.places.items()]
-    subtasks = f"{len(places)} subtask{'s' * (len(places) > 1)}"
+    subtasks = count_things(len(places), "subtask")
+    if block.samples == block.planned:
+        return f"n = {block.samples}{f', of {subtasks}' if len(places) > 1 else ''}"
     return f"n = {block.samples} of {block.planned} planned samples, of {subtasks}: {', '.join(places)}"
 
 

@@ -4,6 +4,7 @@ A part of the study can be published by itself. Its sweeps run in their order, a
 one begins, so that a part that was stopped still has sweeps whose cells can be compared.
 """
 
+import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -16,6 +17,7 @@ from kvbench.validation import SettingError, is_number, require_choice
 
 STUDY = CONF / "measured.yaml"
 FILES = "FILES/"  # begins the name of a file that a part makes first
+TEXTS = ("title", "question", "common", "note")
 
 
 Pair = tuple[str, str]  # two cells, each as settings with spaces between them
@@ -126,19 +128,30 @@ def make_study_part(name: str, fields: Mapping[str, Any]) -> StudyPart:
     """Return the part that an entry of the file describes.
 
     Raises:
-        TypeError: It has other keys than `StudyPart`, a pair of other than two cells, changes that are not named in
-            words, or a rate that is no positive number.
+        TypeError: It lacks a title or sweeps, has other keys than `StudyPart`, texts that are none, a pair of other
+            than two cells, changes that are not named in words, or a rate that is no positive number.
     """
+    known = [each.name for each in dataclasses.fields(StudyPart) if each.name != "name"]
+    for key in fields:
+        if key not in known:
+            raise TypeError(f"part {name}: {key}: choose keys from {', '.join(known)}")
+    for key in TEXTS:
+        if not isinstance(fields.get(key, ""), str):
+            raise TypeError(f"part {name}: {key}: a text")
+    if "title" not in fields or not isinstance(fields.get("sweeps"), list):
+        raise TypeError(f"part {name}: it needs a title, and sweeps as a list")
     part = StudyPart(name, **fields)
     if not all(len(pair) == 2 and all(isinstance(cell, str) for cell in pair) for pair in part.pairs):
         raise TypeError(f"part {name}: pairs are lists of two cells")
-    named = [text for words in part.changes.values() for entry in words.items() for text in entry]
-    if not all(isinstance(text, str) for text in (*part.changes, *named)):
+    others = list(part.changes.values())
+    named = [text for words in others if isinstance(words, Mapping) for entry in words.items() for text in entry]
+    if not all(isinstance(words, Mapping) for words in others) or not all(isinstance(text, str) for text in named):
         raise TypeError(f"part {name}: changes are {{cell: {{what is changed: cell}}}}")
     if part.rate is not None and not (is_number(part.rate) and part.rate > 0):
         raise TypeError(f"part {name}: rate={part.rate}: answers a minute")
     for sweep in part.sweeps:
-        lines = [sweep] if isinstance(sweep, str) else [line for some in sweep.values() for line in some]
+        groups = sweep if isinstance(sweep, Mapping) else {"": [sweep]}
+        lines = [line for some in groups.values() for line in some]
         if not lines or not all(isinstance(line, str) for line in lines):
             raise TypeError(f"part {name}: a sweep is a line, or {{settings: lines}}")
     return replace(part, pairs=[(one, other) for one, other in part.pairs])

@@ -288,9 +288,9 @@ def tidy_svg(text: str) -> str:
     """
     names = {name: f"{index}" for index, name in enumerate(dict.fromkeys(match[2] for match in NAME.finditer(text)))}
     text = NAME.sub(lambda match: match[1] + names[match[2]], text)
-    fonts = dict.fromkeys(FONT.findall(text))
+    fonts = dict.fromkeys(FONT_OF_TEXT.findall(text))
     if len(fonts) == 1:
-        text = FONT.sub("", text).replace("<svg", f"<svg{[*fonts][0]}", 1)
+        text = FONT_OF_TEXT.sub("", text).replace("<svg", f"<svg{[*fonts][0]}", 1)
     return COORDINATES.sub(lambda match: LONG_NUMBER.sub(round_number, match[0]), text)
 
 
@@ -302,5 +302,5 @@ def round_number(match: re.Match[str]) -> str:
 SIZE = re.compile(r' width="([0-9.]+)" height="([0-9.]+)"')
 NAME = re.compile(r'((?:id="|url\(#)(?:gradient_|clip))(\d+)')
 COORDINATES = re.compile(r' (?:d|transform|width|height|viewBox|[xy][12]?)="[^"]*"')
-FONT = re.compile(r' font-family="[^"]*"')
+FONT_OF_TEXT = re.compile(r' font-family="[^"]*"')
 LONG_NUMBER = re.compile(r"\d+\.\d{3,}(?![\de])")

@@ -286,5 +286,8 @@ def recommend_speed(tables: Sequence[CostTable], column: Column | None = None) -
     low = sort_by_score(list_low(column.cells)) if column else []
     if column and low:
         are = "is" if len(low) == 1 else "are"
-        text += f" With {column.share} of the bytes, {name_cells(low)} {are} not shown to score more than `{CHANCE}`."
+        text += (
+            f" Times say nothing about scores, which the study measured at other budgets: with {column.share} of the "
+            f"bytes, {name_cells(low)} {are} not shown to score more than `{CHANCE}`."
+        )
     return [f"{wrap(text)}\n"]

@@ -44,7 +44,15 @@ from kvbench.report.results_cells import (
     sign_cells,
     sort_by_score,
 )
-from kvbench.report.results_models import OPEN, OPPOSITE, SAME, collect_comparisons, compare_signs, list_places
+from kvbench.report.results_models import (
+    OPEN,
+    OPPOSITE,
+    SAME,
+    collect_comparisons,
+    compare_signs,
+    keep_matched,
+    list_places,
+)
 from kvbench.report.results_text import (
     describe_losses,
     format_budget,
@@ -740,7 +748,7 @@ def conclude_lengths(sections: Sequence[Section], margin: float) -> Conclusion |
     """Conclude how many planned comparisons of the main model come out alike for all lengths of the prompts."""
     main = choose_protocol(sections)[:1]
     own = [section for section in sections for each in main if section.protocol[:2] == each.protocol[:2]]
-    compared = collect_comparisons(own)
+    compared = keep_matched(collect_comparisons(own))
     if not compared:
         return None
     kinds = [compare_signs(found.values()) for found in compared.values()]
@@ -758,7 +766,7 @@ def conclude_lengths(sections: Sequence[Section], margin: float) -> Conclusion |
         names.setdefault(f"`{each.one['method']}`", {})[f"`{each.other['method']}`"] = None
     named = join_words([f"{one} with {join_words(list(others), 'and')}" for one, others in names.items()], "and")
     return Conclusion(
-        f"Of {count_things(len(kinds), 'comparison')} planned for several lengths of the prompts, {kinds.count(SAME)} "
+        f"Of {count_things(len(kinds), 'comparison')} at equal bytes, planned for several lengths, {kinds.count(SAME)} "
         f"{'shows' if kinds.count(SAME) == 1 else 'show'} the same sign at all lengths and {kinds.count(OPPOSITE)} "
         "opposite ones (the signs of each part jointly at 95 %).",
         f"In {kinds.count(OPEN)}, a sign is not shown. They compare {named}."

@@ -28,14 +28,15 @@ from kvbench.report.results_text import (
 from kvbench.store.runs import count_things
 
 INTRODUCTION = """\
-Planned comparisons that were made in several models, or with several lengths of the prompts. Each number is the score
-of the second cell less that of the first, paired by sample, with its 95 % interval. *not shown*: the sign does not pass
-the joint test of all planned comparisons of its part (Holm's procedure), even if the interval excludes 0. *signs* says
-*opposite* if two columns show opposite signs, *same* if all columns show one sign, and *open* otherwise. What was not
-measured is empty. The signs of one part hold together with 95 % confidence, those of several parts with less. Of
-several parts that made a comparison in one model and length, the part with most samples counts. Parts have other
-samples, and where the full cache scores little, differences are small and hardly shown. If two cells of a pair differ
-by more than {spread} in their bytes, both shares stand behind the difference."""
+Planned comparisons that were made in several models, or with several lengths of the prompts. Where the bytes of the two
+cells of a pair differ by more than {spread}, both shares stand behind the difference, and the counts of signs leave
+this difference out. Each number is the score of the second cell less that of the first, paired by sample, with its 95 %
+interval. *not shown*: the sign does not pass the joint test of all planned comparisons of its part (Holm's procedure),
+even if the interval excludes 0. *signs* says *opposite* if two columns show opposite signs, *same* if all columns show
+one sign, and *open* otherwise. It is empty if fewer than two columns count. What was not measured is empty, too. The
+signs of one part hold together with 95 % confidence, those of several parts with less. Of several parts that made a
+comparison in one model and length, the part with most samples counts. Parts have other samples, and where the full
+cache scores little, differences are small and hardly shown."""
 ONE_LENGTH = (
     "No planned comparison was made at several lengths of one model yet, so differences between columns may come from "
     "the model or the length."
@@ -90,6 +91,12 @@ class Measured(NamedTuple):
     other: Line
     section: Section
 
+    @property
+    def is_matched(self) -> bool:
+        """Whether the bytes of its cells differ by at most EQUAL."""
+        shares = [line["bytes_held"] for line in (self.one, self.other)]
+        return bool(max(shares) <= (1 + EQUAL) * min(shares))
+
 
 Comparisons = Mapping[Pair, Mapping[Place, Measured]]
 
@@ -98,6 +105,7 @@ def format_models(sections: Sequence[Section]) -> list[str]:
     """Return sentences and tables about the comparisons of each task in several places; empty without any."""
     text: list[str] = []
     compared = collect_comparisons(sections)
+    matched = keep_matched(compared)
     for task, question in dict.fromkeys((pair.task, pair.question) for pair in compared):
         chosen = {pair: found for pair, found in compared.items() if (pair.task, pair.question) == (task, question)}
         places = list_places(chosen)
@@ -106,14 +114,15 @@ def format_models(sections: Sequence[Section]) -> list[str]:
             Column("first", "", lambda pair: pair.one),
             Column("second", "", lambda pair: pair.other),
             *(Column(str(place), "", partial(show, chosen, place)) for place in places),
-            Column("signs", "", partial(compare_in_all, chosen)),
+            Column("signs", "", partial(compare_in_all, matched)),
         ]
-        turned = [pair for pair in chosen if compare_in_all(chosen, pair) == OPPOSITE]
-        text += [*format_markdown(columns, [*turned, *(pair for pair in chosen if pair not in turned)]), ""]
+        order = [OPPOSITE, SAME, OPEN, ""]
+        ordered = sorted(chosen, key=lambda pair: order.index(compare_in_all(matched, pair)))
+        text += [*format_markdown(columns, ordered), ""]
     if not text:
         return []
     lengths = [] if vary_lengths(list_places(compared)) else [f"{wrap(ONE_LENGTH)}\n"]
-    agreement = format_agreement(compared)
+    agreement = format_agreement(matched)
     return [wrap(INTRODUCTION.format(spread=say_percent(EQUAL))), "", *lengths, *agreement, "", *text]
 
 
@@ -177,6 +186,12 @@ def collect_comparisons(sections: Sequence[Section]) -> Comparisons:
     return {pair: places for pair, places in found.items() if len(places) > 1}
 
 
+def keep_matched(compared: Comparisons) -> Comparisons:
+    """Return the comparisons whose cells hold equal bytes, of the pairs that have several such."""
+    matched = {pair: {at: each for at, each in found.items() if each.is_matched} for pair, found in compared.items()}
+    return {pair: found for pair, found in matched.items() if len(found) > 1}
+
+
 def list_places(compared: Comparisons) -> list[Place]:
     """Return the places of comparisons: by the model, those of MODELS first, then by the numbers of the protocol."""
 
@@ -212,8 +227,8 @@ def show(compared: Comparisons, place: Place, pair: Pair) -> str:
     each = compared[pair].get(place)
     if each is None:
         return ""
-    shares = [line["bytes_held"] for line in (each.one, each.other)]
-    held = f", {' and '.join(map(say_percent, shares))}" if max(shares) > (1 + EQUAL) * min(shares) else ""
+    shares = [say_percent(line["bytes_held"]) for line in (each.one, each.other)]
+    held = "" if each.is_matched else f", {' and '.join(shares)}"
     return f"{format_difference(*each.comparison.change)}{held}{'' if each.comparison.sign else ', not shown'}"
 
 
@@ -224,15 +239,16 @@ def compare_signs(compared: Iterable[Measured]) -> str:
 
 
 def compare_in_all(compared: Comparisons, pair: Pair) -> str:
-    """Compare the signs of a pair in all places (`compare_signs`)."""
-    return compare_signs(compared[pair].values())
+    """Compare the signs of a pair in all places (`compare_signs`); nothing if it is not compared."""
+    return compare_signs(compared[pair].values()) if pair in compared else ""
 
 
 def say_agreement(kinds: Sequence[str]) -> str:
     """Return how many comparisons have the same sign, opposite signs, or one that is not shown."""
     return (
-        f"of {count_things(len(kinds), 'comparison')}, the signs are the same in {kinds.count(SAME)} and opposite in "
-        f"{kinds.count(OPPOSITE)}; in {kinds.count(OPEN)}, at least one is not shown"
+        f"of {count_things(len(kinds), 'planned comparison')} at equal bytes, the signs are the same in "
+        f"{kinds.count(SAME)} and opposite in {kinds.count(OPPOSITE)}; in {kinds.count(OPEN)}, at least one is not "
+        "shown"
     )
 
 
@@ -273,14 +289,15 @@ def count_kind(kind: str, row: tuple[str, str, Sequence[str]]) -> str:
 def describe_turned(sections: Sequence[Section], link: str = "") -> str:
     """Return sentences about how many comparisons have opposite signs in several models, and for several lengths.
 
-    A model stands for the length with most samples. The result is empty if no comparison was made in two places.
+    Only comparisons at equal bytes count. A model stands for the length with most samples. The result is empty if
+    no comparison was made in two places.
 
     Args:
         sections: All sections of the study.
         link: What stands before the last full stop, with a space before it.
     """
     of_models, of_lengths = [], []
-    for found in collect_comparisons(sections).values():
+    for found in keep_matched(collect_comparisons(sections)).values():
         by_model: dict[str, list[Measured]] = defaultdict(list)
         for place, each in found.items():
             by_model[place.model].append(each)

@@ -63,7 +63,7 @@ from kvbench.report.results_tables import (
     format_subtasks,
 )
 from kvbench.report.results_text import COMMENT, KEPT, format_budget, join_words, name_cell, wrap, wrap_paragraphs
-from kvbench.store.checksums import read_checksums
+from kvbench.store.checksums import verify_checksums
 from kvbench.validation import SettingError, require_choice
 
 PAGE = "results.md"
@@ -299,10 +299,10 @@ def read_all_checksums(files: Iterable[Path]) -> dict[str, str]:
     """Return the SHA-256 of all published files in the folders of some of them, by folder and name.
 
     Raises:
-        SettingError: As `kvbench.store.checksums.read_checksums`.
+        SettingError: As `kvbench.store.checksums.verify_checksums`.
     """
     folders = dict.fromkeys(path.parent for path in files)
-    return {f"{folder.name}/{name}": digest for folder in folders for name, digest in read_checksums(folder).items()}
+    return {f"{folder.name}/{name}": digest for folder in folders for name, digest in verify_checksums(folder).items()}
 
 
 def format_pages(

@@ -33,6 +33,22 @@ def read_checksums(folder: Path) -> dict[str, str]:
     return checksums
 
 
+def verify_checksums(folder: Path) -> dict[str, str]:
+    """Return the checksums of a folder (`read_checksums`) once its files have them.
+
+    Raises:
+        SettingError: As `read_checksums`; or a file is missing or has another checksum.
+    """
+    checksums = read_checksums(folder)
+    for name, digest in checksums.items():
+        path = folder / name
+        if not path.is_file():
+            raise SettingError(f"{path}: {CHECKSUMS} names it, and it is missing; get it again")
+        if hashlib.sha256(path.read_bytes()).hexdigest() != digest:
+            raise SettingError(f"{path}: is not the file that {CHECKSUMS} names; get both again, or measure again")
+    return checksums
+
+
 def check_name(path: Path) -> None:
     """Raise a SettingError if no line of checksums can name this file."""
     if LINE.fullmatch(f"{'0' * 64}  {path.name}") is None or not path.name.isprintable():

@@ -19,11 +19,12 @@ which are rounded, are zeros. Pages have checksums, which `read_published` check
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
+from math import inf
 from pathlib import Path
 from typing import Any
 
 import pyarrow
-from pyarrow import parquet
+from pyarrow import compute, parquet
 
 from kvbench.atomic import replace_file
 from kvbench.store.audit import comparison_key
@@ -38,6 +39,8 @@ LEVEL = 19  # of zstd: the file is written once and read often
 PAGE = 1 << 30  # most bytes of a page, so that a column has one
 KEYS = {key: kind for keys in MAPPINGS.values() for key, kind in keys.items()}
 TYPES = {str: pyarrow.string(), int: pyarrow.int64(), float: pyarrow.float64()}
+REQUIRED = ("uid", "subtask")
+RANGES = {"score": (0, 100), "full_bytes": (1, inf), "resident_bytes": (0, inf)}  # of numbers, where a row has them
 MEASURES = ("nll", "kl", "rows_attended")  # columns in which few values are equal
 
 
@@ -116,7 +119,7 @@ def read_published(path: Path) -> tuple[list[PublishedRun], dict[str, str]]:
     """Read the runs of a file, sorted by hash, and the names of files by `content_hash`.
 
     Raises:
-        SettingError: The file cannot be read, is damaged, or has another format.
+        SettingError: The file cannot be read, is damaged, has another format, or holds rows that no run can have.
     """
     try:
         with open(path, "rb") as file:
@@ -129,7 +132,21 @@ def read_published(path: Path) -> tuple[list[PublishedRun], dict[str, str]]:
         raise SettingError(
             f"{path}: holds no published runs of format {FORMAT}; kvbench dev measured writes such files"
         )
+    check_rows(table, path)
     return list(restore_runs(table, path)), about["files"]
+
+
+def check_rows(table: pyarrow.Table, path: Path) -> None:
+    """Raise a SettingError if a table has no rows, a row lacks what every row has, or a number is out of its range."""
+    if not len(table):
+        raise SettingError(f"{path}: has no rows")
+    for name in (*CELL, *REQUIRED):
+        if table[name].null_count:
+            raise SettingError(f"{path}: {name} is missing in some row")
+    for name, (least, most) in RANGES.items():
+        known = compute.min_max(table[name]).as_py()
+        if known["min"] is not None and not least <= known["min"] <= known["max"] <= most:
+            raise SettingError(f"{path}: {name} is not between {least:g} and {most:g} in some row")
 
 
 def restore_runs(table: pyarrow.Table, path: Path) -> Iterator[PublishedRun]:

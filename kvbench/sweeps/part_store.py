@@ -10,8 +10,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from kvbench.config.provenance import find_revision
 from kvbench.store.run_folder import run_hash
-from kvbench.store.runs import StoredRun, find_runs, name_some
+from kvbench.store.runs import StoredRun, count_things, find_runs, name_some
 from kvbench.sweeps.plan import Sweep
 from kvbench.validation import SettingError
 
@@ -50,7 +51,7 @@ def check_store(part: str, values: Mapping[str, Mapping[str, Any]], results: Pat
         return
     run = others[0]
     there, here = run.value, expected[hash_experiment(run.value)]
-    said = f"{len(others)} runs of part {part} ({name_some([own.hash for own in others])})"
+    said = f"{count_things(len(others), 'run')} of part {part} ({name_some([own.hash for own in others])})"
     if there["device"] != here["device"]:
         why = f"were made on {describe_device(there['device'])}, and this is {describe_device(here['device'])}"
         do = "go on there"
@@ -59,7 +60,7 @@ def check_store(part: str, values: Mapping[str, Mapping[str, Any]], results: Pat
         why = (
             f"were made by {' and '.join(codes) or 'an unknown revision'}, whose code may give other results than this"
         )
-        do = describe_return(codes)
+        do = describe_return(codes, find_revision())
     raise SettingError(f"results={results}: {said} {why}; {do}, or give another folder with --results to begin anew")
 
 
@@ -119,14 +120,17 @@ def list_codes(runs: Iterable[StoredRun]) -> list[str]:
     return sorted({str(machine["code"]) for run in runs for machine in run.machines if machine.get("code")})
 
 
-def describe_return(codes: Sequence[str]) -> str:
+def describe_return(codes: Sequence[str], here: str) -> str:
     """Return how to go on with runs that other code made.
 
     Args:
         codes: Its revisions, as machine.json holds them (`kvbench.config.provenance.find_revision`).
+        here: The revision of this code.
     """
     known = [match[1] for code in codes if (match := COMMIT.fullmatch(code))]
     if len(known) == len(codes) == 1:
+        if here.startswith(codes[0]):  # with uncommitted changes
+            return "undo the uncommitted changes that `git status` shows to go on with them"
         return f"`git checkout {known[0]}` first to go on with them"
     if len(codes) == 1 and codes[0].startswith("version "):
         return f"install kvbench {codes[0].removeprefix('version ')} to go on with them"

@@ -265,17 +265,27 @@ def test_what_cannot_be_used_is_one_line(given, said, capsys):
 
 
 @pytest.mark.parametrize(
-    "text",
+    ("text", "said"),
     [
-        *("a: {title: x}", "- a", "a: {title: x, sweeps: [], colour: red}", "a: ["),
-        *("a: {title: x, sweeps: [3]}", "a: {title: x, sweeps: [{b=1: []}]}", "a: {title: x, sweeps: [{b=1: [2]}]}"),
-        *("a: {title: x, sweeps: [], pairs: [[b]]}", "a: {title: x, sweeps: [], rate: 0}"),
-        "a: {title: x, sweeps: [], changes: {b: [c]}}",
-        "a: {title: x, sweeps: [], changes: {b: {c: 1}}}",
+        ("- a", "parts"),
+        ("a: [", "parts"),
+        ("a: {title: x}", "a title, and sweeps as a list"),
+        ("a: {sweeps: []}", "a title, and sweeps as a list"),
+        ("a: {title: x, sweeps: [], colour: red}", "colour: choose keys from title, sweeps, question, common, files,"),
+        ("a: {title: x, sweeps: [], common: [1, 2]}", "common: a text"),
+        ("a: {title: x, sweeps: [3]}", "a sweep is a line"),
+        ("a: {title: x, sweeps: [{b=1: []}]}", "a sweep is a line"),
+        ("a: {title: x, sweeps: [{b=1: [2]}]}", "a sweep is a line"),
+        ("a: {title: x, sweeps: [], pairs: [[b]]}", "pairs are lists of two cells"),
+        ("a: {title: x, sweeps: [], rate: 0}", "rate=0: answers a minute"),
+        ("a: {title: x, sweeps: [], changes: {b: {c: 1}}}", "changes are {cell: {what is changed: cell}}"),
+        ("a: {title: x, sweeps: [], changes: {b: [c]}}", "changes are {cell: {what is changed: cell}}"),
     ],
 )
-def test_a_file_that_has_no_tiers_is_refused(text, tmp_path, capsys):
+def test_a_file_that_has_no_tiers_is_refused(text, said, tmp_path, capsys):
     path = tmp_path / "parts.yaml"
     path.write_text(text)
     assert main(["a", "--file", str(path)]) == 2
-    assert f"kvbench: --file={path}: " in capsys.readouterr().err
+    error = capsys.readouterr().err
+    assert error.startswith(f"kvbench: --file={path}: ") and said in error and error.count("\n") == 1
+    assert "part a: " in error or text in ("- a", "a: [")

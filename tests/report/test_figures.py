@@ -518,10 +518,10 @@ def test_a_stored_svg_has_short_coordinates_and_its_own_texts():
     font = ' font-family="Sans, Arial"'
     drawn = (
         '<svg width="10.285714" viewBox="0 0 10.285714 3"><clipPath id="clip7"><path d="M0.12345,1e-9L2.5,3.0001"/>'
-        f'</clipPath><g clip-path="url(#clip7)" opacity="0.12345"><text{font}>0.0125</text><text{font}>x</text></g></svg>'
+        f'</clipPath><g clip-path="url(#clip7)" opacity="0.125"><text{font}>0.0125</text><text{font}>x</text></g></svg>'
     )
     assert print_charts.tidy_svg(drawn) == (
         f'<svg{font} width="10.29" viewBox="0 0 10.29 3"><clipPath id="clip0"><path d="M0.12,1e-9L2.5,3"/>'
-        '</clipPath><g clip-path="url(#clip0)" opacity="0.12345"><text>0.0125</text><text>x</text></g></svg>'
+        '</clipPath><g clip-path="url(#clip0)" opacity="0.125"><text>0.0125</text><text>x</text></g></svg>'
     )
     assert print_charts.tidy_svg(f'{drawn}<text font-family="Serif">y</text>').count("font-family") == 3

@@ -150,7 +150,7 @@ def test_the_matrix_shows_the_points_of_the_curves(page):
         matrix = panel["matrix"]
         assert matrix["budgets"] == [f"{100 * budget:g}\u202f%" for budget in BUDGETS]
         assert matrix["about"].startswith(
-            "Average, each subtask weighing the same; n = 24. The embedded reference model"
+            "Average, each subtask weighing the same; n = 24, of 3 subtasks. The embedded reference model"
         )
         for row in matrix["methods"]:
             points = [point for point in panel["points"] if point["s"] == row["s"]]
@@ -639,7 +639,9 @@ def test_a_run_without_a_subtask_is_named_and_its_answers_are_shown(visible):
     large = next(own for own in panel["series"] if own["label"] == "large")
     assert large["refused"] == "budget 20\u202f% answered no sample of vt"
     assert any("answered no sample of vt" in why for _, why in page["damaged"])
-    assert "n = 24." in panel["matrix"]["about"] and "Left out: large 20\u202f%" in panel["matrix"]["about"]
+    assert (
+        "n = 24, of 3 subtasks." in panel["matrix"]["about"] and "Left out: large 20\u202f%" in panel["matrix"]["about"]
+    )
     assert any(file["row"] == "large · 20\u202f%" and file["names"] for file in page["files"])
 
 

@@ -8,7 +8,6 @@ import pandas
 import pytest
 
 from kvbench.analysis.result_lines import ROWS, list_part_files, read_lines
-from kvbench.cli.measured import main
 from kvbench.report.results_page import choose_files, write_results_page
 from kvbench.store.published_file import write_published
 from kvbench.store.published_runs import publish
@@ -101,11 +100,3 @@ def test_the_page_has_the_numbers_of_a_file(made, tmp_path, monkeypatch):
     assert len(cells) == 12
     for line in cells:
         assert f"{line['score']:.1f}" in text and f"{line['difference']:+.1f}" in text
-
-
-@pytest.mark.full
-def test_the_page_is_that_of_the_published_files(tmp_path):
-    (tmp_path / "results").symlink_to(ROOT / "results")
-    assert main(["--page", "--results", str(tmp_path / "results"), "--out", str(tmp_path / "docs")]) == 0
-    pages = {str(page.relative_to(tmp_path)): page.read_text() for page in (tmp_path / "docs").rglob("*.md")}
-    assert pages and pages == {name: (ROOT / name).read_text() for name in pages}

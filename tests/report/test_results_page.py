@@ -7,6 +7,7 @@ import pytest
 from kvbench.analysis.joint_signs import MARGIN
 from kvbench.analysis.power import estimate_deviation
 from kvbench.analysis.result_lines import PartNumbers, make_lines
+from kvbench.cli.measured import main
 from kvbench.config.study_parts import read_study
 from kvbench.report.results_cells import split_sections
 from kvbench.report.results_origin import describe_progress
@@ -26,6 +27,7 @@ from kvbench.report.results_page import (
 )
 from kvbench.report.results_tables import PLANNED, format_section
 from kvbench.report.results_text import wrap
+from kvbench.store.checksums import write_checksum
 from kvbench.store.published_file import write_published
 from kvbench.store.published_runs import PublishedRun, publish
 from kvbench.store.runs import load_runs
@@ -82,10 +84,10 @@ def read_text(pages: dict[str, str], page: str) -> str:
 
 @pytest.mark.full  # seconds for each part that has rows of samples
 def test_the_committed_pages_and_pictures_are_those_of_the_committed_files(tmp_path):
-    results = tmp_path / "results"
-    results.symlink_to(ROOT / "results")
-    efficiency = results / "efficiency"
-    written = write_results_page(choose_files(results / "measured"), tmp_path / "docs", efficiency=efficiency)
+    (tmp_path / "results").symlink_to(ROOT / "results")
+    assert main(["--page", "--results", str(tmp_path / "results"), "--out", str(tmp_path / "docs")]) == 0
+    written = list((tmp_path / "docs").rglob("*.*"))
+    assert {path.name for path in written} >= {"which-method.md", *map(name_page, PAGES)}
     for path in written:
         name = path.relative_to(tmp_path)
         assert (ROOT / name).read_text() == path.read_text(), f"{name}: write it by kvbench dev measured --page"
@@ -247,11 +249,19 @@ def format_measured(**parts) -> str:
 
 
 def test_the_page_has_the_checksums_of_published_files(machine, lines, tmp_path, without_pictures):
-    digest = "0123456789abcdef" * 4
-    (machine / "SHA256SUMS").write_text(f"{digest}  a.parquet\n")
+    write_checksum(machine / "a.parquet")
+    digest = (machine / "SHA256SUMS").read_text().split()[0]
     write_results_page(choose_files(machine.parent), tmp_path / "docs")
     assert f"| gpu-x/a.parquet | {digest} |" in (tmp_path / "docs" / name_page(MEASURED)).read_text()
     assert "Checksums" not in format_measured(a=lines)
+    for text, said in (
+        (f"{'0' * 64}  a.parquet", "a.parquet: is not the file that"),
+        (f"{digest}  c.zip", "c.zip: SHA"),
+    ):
+        (machine / "SHA256SUMS").write_text(f"{text}\n")
+        with pytest.raises(SettingError, match=f"{said}.*get"):
+            write_results_page(choose_files(machine.parent), tmp_path / "other")
+    assert not (tmp_path / "other").exists()
 
 
 def test_the_page_says_which_parts_are_not_finished(lines):

@@ -185,7 +185,10 @@ def test_presets_have_a_table_of_their_spread():
 
 
 def test_comparisons_are_compared_between_models():
-    """The tuned model and the plain one: a pair with opposite signs, one alike, one not shown; one was made once."""
+    """The tuned model and the plain one: a pair with opposite signs, one alike, one not shown; one was made once.
+
+    The cells of a fourth pair do not hold equal bytes in the plain model.
+    """
 
     def measure(
         model: str, part: str, samples: int, protocol: str = "length 4096", **signs: int
@@ -202,21 +205,22 @@ def test_comparisons_are_compared_between_models():
         return part, PartNumbers(lines, planned, subtasks=by_subtask)
 
     first = measure("smollm2_long", "few", 10, tova=-1)
-    second = measure("smollm2_long", "many", 20, kvzip=1, keydiff=1, tova=1, sink=1)
-    numbers = dict([measure("smollm2", "plain", 10, kvzip=1, keydiff=0, tova=-1), first, second])
+    second = measure("smollm2_long", "many", 20, kvzip=1, keydiff=1, tova=1, sink=1, h2o=1)
+    numbers = dict([measure("smollm2", "plain", 10, kvzip=1, keydiff=0, tova=-1, sink=-1), first, second])
     sections = split_sections({part: known.lines for part, known in numbers.items()}, numbers)
     text = format_models(sections)
     said = " ".join(" ".join(text).split())
     assert "at several lengths of one model yet" in said
     assert "scores 90.0 (smollm2_long ruler length 4096, part many, 20 samples a cell) and 90.0 (smollm2 ruler" in said
-    more, less = "+9.0 \\[+8.0, +10.0\\]", "-9.0 \\[-10.0, -8.0\\], 20 % and 15 %"
+    more, less = "+9.0 \\[+8.0, +10.0\\]", "-9.0 \\[-10.0, -8.0\\]"
     tuned, plain = "smollm2\\_long ruler length 4096", "smollm2 ruler length 4096"
     assert list_rows(text) == [
         [tuned, plain, "3", "1", "1", "1"],
         ["first", "second", tuned, plain, "signs"],
-        ["snapkv, 20 %", "tova, 20 %", more, less, "opposite"],
+        ["snapkv, 20 %", "sink, 20 %", more, less, "opposite"],
         ["snapkv, 20 %", "kvzip, 20 %", more, more, "same"],
         ["snapkv, 20 %", "keydiff, 20 %", more, "+0.0 \\[-1.0, +1.0\\], not shown", "open"],
+        ["snapkv, 20 %", "tova, 20 %", more, f"{less}, 20 % and 15 %", ""],
     ]
     turned = describe_turned(sections)
     assert (
@@ -232,17 +236,18 @@ def test_comparisons_are_compared_between_models():
         ["first", "second", tuned, long, plain, "signs"],
     ]
     assert describe_turned(sections) == (
-        "Even between these models, the better of two cells changes: of 3 comparisons, the signs are the same in 1 and "
-        "opposite in 1; in 1, at least one is not shown. Between prompts of several lengths, of 1 comparison, the "
-        "signs are the same in 0 and opposite in 1; in 0, at least one is not shown."
+        "Even between these models, the better of two cells changes: of 3 planned comparisons at equal bytes, the "
+        "signs are the same in 1 and opposite in 1; in 1, at least one is not shown. Between prompts of several "
+        "lengths, of 1 planned comparison at equal bytes, the signs are the same in 0 and opposite in 1; in 0, at "
+        "least one is not shown."
     )
-    assert rows[4] == ["snapkv, 20 %", "kvzip, 20 %", more, "-9.0 \\[-10.0, -8.0\\]", more, "opposite"]
+    assert rows[4] == ["snapkv, 20 %", "kvzip, 20 %", more, less, more, "opposite"]
     lengths = list_rows(format_lengths(sections))
     assert lengths[0] == ["full cache", "90.0", "", "90.0", ""]  # of parts many and longer
     assert lengths[2] == ["snapkv, 20 %", *(2 * ["50.0", "-40.0 \\[-45.0, -35.0\\]"])]
     assert lengths[1][0] == "kvzip, 20 %" and len(lengths) == 3  # the others have one length
     assert conclude_lengths(sections, 3.0).write() == (
-        "**Of 1 comparison planned for several lengths of the prompts, 0 show the same sign at all lengths and 1 "
+        "**Of 1 comparison at equal bytes, planned for several lengths, 0 show the same sign at all lengths and 1 "
         "opposite ones (the signs of each part jointly at 95 %).** *(part many and part longer, smollm2_long, ruler, "
         "length 4096 and length 16384: pairs of cells)* In 0, a sign is not shown. They compare `snapkv` with "
         "`kvzip`. With the question visible, the full cache "

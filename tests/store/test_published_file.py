@@ -3,6 +3,7 @@
 import json
 import math
 import random
+from collections.abc import Callable
 from pathlib import Path
 
 import pyarrow
@@ -160,6 +161,17 @@ def change_rows(path: Path) -> None:
     parquet.write_table(table.set_column(table.column_names.index("settings"), "settings", column), path)
 
 
+def set_first(name: str, value: object) -> Callable[[Path], None]:
+    """Return what gives the first row of a file another value in a column."""
+
+    def change(path: Path) -> None:
+        table = parquet.read_table(path)
+        column = pyarrow.array([value, *table[name].to_pylist()[1:]], table.schema.field(name).type)
+        parquet.write_table(table.set_column(table.column_names.index(name), name, column), path)
+
+    return change
+
+
 def flip(path: Path) -> None:
     data = bytearray(path.read_bytes())
     data[len(data) // 4] ^= 1
@@ -173,11 +185,15 @@ def flip(path: Path) -> None:
         (lambda path: path.write_bytes(path.read_bytes()[:-100]), "cannot be read as published runs ("),
         (lambda path: path.write_bytes(b""), "cannot be read as published runs ("),
         (flip, "cannot be read as published runs ("),
+        (lambda path: parquet.write_table(parquet.read_table(path)[:0], path), "has no rows"),
+        (set_first("subtask", None), "subtask is missing in some row"),
+        (set_first("score", 1e9), "score is not between 0 and 100 in some row"),
+        (set_first("full_bytes", 0), "full_bytes is not between 1 and inf in some row"),
         (lambda path: parquet.write_table(pyarrow.table({"run": ["x"]}), path), "holds no published runs of format 1"),
         (lambda path: parquet.write_table(parquet.read_table(path).drop_columns("kl"), path), "holds no published"),
         (change_rows, "has settings that give the hash"),
     ],
-    ids=["missing", "cut", "empty", "flipped", "other", "column", "settings"],
+    ids=["missing", "cut", "empty", "flipped", "rows", "null", "score", "bytes", "other", "column", "settings"],
 )
 def test_what_is_no_such_file_is_one_line(damage, said, tmp_path):
     path = tmp_path / "x.parquet"
