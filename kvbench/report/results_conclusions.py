@@ -70,9 +70,10 @@ CHANCE = "random"  # method that keeps rows by chance
 LEVEL = 0.2  # share of the bytes at which methods are compared
 REACH = 0.15  # part of a level by which the bytes of its cells may differ from it
 ALONE = (
-    "Each cell is judged by its own interval: a cell that truly loses {bound} passes by luck in 1 of 40 studies, and "
-    "one of many cells does so more often."
+    "Each cell is judged by its own interval: a cell that truly loses {bound} passes by luck in about 3 of 100 "
+    "studies, and one of many cells does so more often."
 )
+KINDS = ("method", "codec")
 FEW = 3  # cells that may be the best and are still named
 MANY = 12  # cells that change and are still named
 
@@ -219,8 +220,12 @@ def describe_best(column: Column, sections: Sequence[Section]) -> tuple[str, str
         text += f" Of the raw rows of methods that read it once, {describe_leaders(once)}"
         share = say_percent(once[0]["bytes_held"])
         text += "." if share == column.share else f", with {share} of the bytes."
-    others = f"Each of the other {less}" if less > 1 else "The other one"
-    more = f" {others} is shown not to be the best (jointly at 95 %)." if less else ""
+    others = f"{less} of the {len(column.cells)} cells are"
+    if less == 1:
+        others = "The other one is"
+    elif len(column.leaders) <= FEW:
+        others = f"All {len(column.cells)} cells but {name_cells(column.leaders)} are"
+    more = f" {others} shown not to be the best (jointly at 95 %)." if less else ""
     coded, section = find_best_coded(column, sections, least=(1 - EQUAL) * best["bytes_held"])
     if coded is not None and section is not None and coded["score"] > (once or column.leaders)[0]["score"]:
         place = "" if section is column.section else f" (on other samples, in {name_part(section)})"
@@ -400,10 +405,11 @@ def conclude_hidden(sections: Sequence[Section], margin: float) -> Conclusion | 
     rise = f" and raises it in {len(risen)}" if risen else ""
     held = format_range([line["bytes_held"] for line in changed], say_percent)
     up = f" The score rises for {name_cells(risen)}." if risen and len(risen) <= FEW else ""
-    others = f" The score falls for {name_cells(fallen)}." if 1 < len(fallen) <= MANY else ""
+    down = f" The score falls for {name_cells(fallen)}." if 1 < len(fallen) <= MANY else ""
+    others = ""
     if same:
         named = f" No change is shown for {name_cells(same)}."
-        others += (
+        others = (
             named
             if len(same) <= FEW
             else f" In {len(same)} no change is shown{describe_chance(same, column.section, sections)}."
@@ -415,7 +421,7 @@ def conclude_hidden(sections: Sequence[Section], margin: float) -> Conclusion | 
     return Conclusion(
         f"With a budget of {format_budget(column.budget)}, cutting the cache before the question is known lowers the "
         f"score in {len(fallen)} of {len(changed)} cells{rise} (jointly at 95 %).",
-        f"The largest change is that of {name_cell(most)}: {format_change(most, 'question_gain')}.{up} With the "
+        f"The largest change is that of {name_cell(most)}: {format_change(most, 'question_gain')}.{down}{up} With the "
         f"question's rows, which come on top of the budget, the cells hold {held} of the bytes. With {column.share} of "
         f"them, {name_leaders(column)}. {first}",
         name_place(column.section, f"raw rows, budget {format_budget(column.budget)}"),
@@ -484,14 +490,20 @@ def conclude_codecs(sections: Sequence[Section], margin: float) -> Conclusion | 
         f"At equal bytes, {coded} {beat} fewer raw rows of the same method in {more} of {count} pairs{lost} (jointly "
         "at 95 %).",
         changes,
-        name_place(section, f"pairs of {count_kinds(pairs)} whose bytes differ by at most {say_percent(EQUAL)}"),
+        name_place(section, f"pairs of {name_kinds(pairs)} whose bytes differ by at most {say_percent(EQUAL)}"),
         elsewhere,
     )
 
 
+def name_kinds(pairs: Sequence[BytesPair]) -> str:
+    """Return which methods and codecs pairs have."""
+    methods, codecs = ([f"`{name}`" for name in dict.fromkeys(pair.coded[kind] for pair in pairs)] for kind in KINDS)
+    return f"{join_words(methods, 'and')} with {join_words(codecs, 'and')}"
+
+
 def count_kinds(pairs: Sequence[BytesPair]) -> str:
     """Return how many methods and codecs pairs have."""
-    counts = {kind: len({pair.coded[kind] for pair in pairs}) for kind in ("method", "codec")}
+    counts = {kind: len({pair.coded[kind] for pair in pairs}) for kind in KINDS}
     return " and ".join(count_things(count, kind) for kind, count in counts.items())
 
 
@@ -535,13 +547,20 @@ def describe_kept(sections: Sequence[Section], margin: float) -> str:
     section, kept = find_kept(sections, margin)
     if section is None or not kept:
         return ""
-    first, *once = (f"{name_with_bytes(line)}{say_files(line)}" for line in list_first(kept))
+    first, *once = (f"{name_with_bytes(line)}{say_files(line)}{say_worst(line)}" for line in list_first(kept))
     bound = f"{find_margin(section.full['score'], margin):.1f} points"
     then = f"; of those that read each prompt once, this is {once[0]}" if once else ""
     count = len(list_smaller(section))
     cells = f"{count} cell{'' if count == 1 else 's'} of {name_part(section)}"
     smallest = f" Of the {cells} with fewer bytes than the full cache, the smallest that is"
     return f"{smallest} shown to [lose at most {bound}](statistics.md#margins-and-counts) is {first}{then}."
+
+
+def say_worst(line: Line) -> str:
+    """Return the subtask in which a cell loses most, and its difference there, in brackets; nothing if unknown."""
+    if line["worst_subtask"] is None:
+        return ""
+    return f" (in its worst subtask, `{line['worst_subtask']}`, {format_change(line, 'worst')})"
 
 
 def list_first(kept: Sequence[Line]) -> list[Line]:
@@ -767,8 +786,8 @@ def conclude_lengths(sections: Sequence[Section], margin: float) -> Conclusion |
     named = join_words([f"{one} with {join_words(list(others), 'and')}" for one, others in names.items()], "and")
     return Conclusion(
         f"Of {count_things(len(kinds), 'comparison')} at equal bytes, planned for several lengths, {kinds.count(SAME)} "
-        f"{'shows' if kinds.count(SAME) == 1 else 'show'} the same sign at all lengths and {kinds.count(OPPOSITE)} "
-        "opposite ones (the signs of each part jointly at 95 %).",
+        f"{'shows' if kinds.count(SAME) == 1 else 'show'} the same sign wherever they were made and "
+        f"{kinds.count(OPPOSITE)} opposite ones (the signs of each part jointly at 95 %).",
         f"In {kinds.count(OPEN)}, a sign is not shown. They compare {named}."
         + (f" With the question visible, the full cache scores {scores}." if scores else "")
         + describe_longest(own),
@@ -831,9 +850,8 @@ def conclude_long(sections: Sequence[Section], margin: float) -> Conclusion | No
         cut = list_cut(turned) if turned is not None else []
         if turned is not None and cut:
             counted, worse = True, [each.sign for each in cut].count(-1)
-            heads[-1] += (
-                f"; of {len(cut)} that are cut with the first question in sight, {say_lose(worse)} more at the last one"
-            )
+            seen = f"of {len(cut)} that are cut with the first question in sight"
+            heads[-1] += f"; {seen}, {say_lose(worse)} more at the last one than at the first"
             more += f" {describe_turns(turned, section)}"
             cells.append(name_place(turned, "cells that keep some of the rows"))
     if not heads:
@@ -852,20 +870,18 @@ def conclude_changes(sections: Sequence[Section], margin: float) -> Conclusion |
     lines = {line["hash"]: line for line in section.cells}
     ordered = sorted(section.changed, key=lambda each: (each.change[0], each.words))
 
-    def tell(begin: str, sign: int) -> str:
-        told = [
-            f"*{each.words}* ({format_number(lines[each.one]['score'])} to {format_number(lines[each.other]['score'])})"
-            for each in ordered
-            if each.sign == sign
-        ]
-        return f"{begin}{'; '.join(told)}. " if told else ""
+    def tell(begin: str, changes: Sequence[CellComparison]) -> str:
+        scores = [[format_number(lines[run]["score"]) for run in (each.one, each.other)] for each in changes]
+        told = [f"*{each.words}* ({' to '.join(pair)})" for each, pair in zip(changes, scores, strict=True)]
+        return f"{begin}{'; '.join(told)}." if told else ""
 
+    lower, higher = ([each for each in ordered if each.sign == sign] for sign in (-1, 1))
     count, signs = len(ordered), [each.sign for each in ordered]
     return Conclusion(
         f"Of {count_things(count, 'change')} to a codec, {signs.count(-1)} {'is' if signs.count(-1) == 1 else 'are'} "
         f"shown to lower the score and {signs.count(1)} to raise it (jointly at 95 %).",
-        (tell("It falls with ", -1) + tell("It rises with ", 1) + tell("No change is shown with ", 0)).strip(),
-        name_place(section, "a cell, and one that changes one thing in it"),
+        " ".join(filter(None, (tell("It falls most with ", lower[:FEW]), tell("It rises most with ", higher[-FEW:])))),
+        name_place(section, "a cell, and one that changes something in it"),
     )
 
 

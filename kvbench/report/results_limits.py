@@ -15,7 +15,7 @@ LIMITS = {  # model -> what its numbers cannot tell
     "smollm2_long": (
         "SmolLM2-135M with the factors of `smollm2_long` is an instrument tuned to the task family: it was trained "
         "on other samples of the same kinds of tasks so that it can do them ([its page](smollm2-long.md)). It is no "
-        "evidence about large models. kvbench gets its weights as a copy that was quantised to 4 bits."
+        "evidence about large models."
     ),
     "smollm2": (
         "SmolLM2-135M is a very small model, and kvbench gets its weights as a copy that was quantised to 4 bits ([its "

@@ -47,6 +47,7 @@ samples, with its 95 % interval. Of several parts that measured a cell, the one 
 has samples of its own, so scores in a row are not paired. Where the full cache scores less, there is less to lose."""
 LENGTH = re.compile(r"length (\d+)")  # what a protocol says of the prompts
 OPPOSITE, SAME, OPEN = "opposite", "same", "open"
+IN_ALL = "The last row counts each pair once, also those that were compared at several lengths of one model only."
 
 
 class Place(NamedTuple):
@@ -123,7 +124,8 @@ def format_models(sections: Sequence[Section]) -> list[str]:
         return []
     lengths = [] if vary_lengths(list_places(compared)) else [f"{wrap(ONE_LENGTH)}\n"]
     agreement = format_agreement(matched)
-    return [wrap(INTRODUCTION.format(spread=say_percent(EQUAL))), "", *lengths, *agreement, "", *text]
+    in_all = [f"{wrap(IN_ALL)}\n"] if any("all columns" in row for row in agreement) else []
+    return [wrap(INTRODUCTION.format(spread=say_percent(EQUAL))), "", *lengths, *in_all, *agreement, "", *text]
 
 
 def format_lengths(sections: Sequence[Section]) -> list[str]:

@@ -51,10 +51,9 @@ def describe_origin(parts: Mapping[str, Sequence[Line]], checksums: Mapping[str,
     ]
     lines = [line for lines in parts.values() for line in lines]
     dtype, torch, transformers = (join_values(lines, name) for name in ("dtype", "torch", "transformers"))
-    sentence = (
-        f"Measured in {dtype}, with torch {torch} and transformers {transformers}. *code* is the commit; *dirty* "
-    )
-    sentence += "means with uncommitted changes. conf/measured.yaml lists the sweeps."
+    sentence = f"Measured in {dtype}, with torch {torch} and transformers {transformers}. *code* is the commit"
+    sentence += "; *dirty* means with uncommitted changes" if any("dirty" in line["code"] for line in lines) else ""
+    sentence += ". conf/measured.yaml lists the sweeps."
     about = (f"Part {name}: {known[name].note}" for name in parts if name in known and known[name].note)
     paragraphs = sentence, describe_unfinished(parts, known), *about
     notes = [*(f"\n{wrap(text)}" for text in paragraphs if text), *list_warnings(parts)]

@@ -116,10 +116,10 @@ counts are right in 95 of 100 such studies. The [glossary](glossary.md) has othe
 ## What they show
 """
 CAPTION = """\
-Each mark is a cell, with the 95 % interval of its score, which may be smaller than the mark. The
-key names cells that no other one with fewer bytes beats, also among those that read each prompt once, and others with
-high scores; the rest are grey. Lines join the budgets of a cell. The dashed line is the full cache, in a grey band as
-wide as its interval. {ties}{hollow}"""
+Each mark is a cell, with the 95 % interval of its score, which may be smaller than the mark. The key names cells that
+no other one with fewer bytes beats, also among those that read each prompt once, and others with high scores; the rest
+are grey. Lines join cells that differ in their budgets alone. The dashed line is the full cache, in a grey band as wide
+as its interval. {ties}{hollow}"""
 TIES = (
     "A blue band beside marks spans neighbours by score, with raw rows and similar bytes, of which no two can be told "
     "apart (all ranks of one share of the bytes hold together with 95 % confidence). "

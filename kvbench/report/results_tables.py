@@ -81,9 +81,8 @@ exaggerate, and an interval above 0 alone shows no difference. *apart* counts al
 differ (Holm's procedure over all pairs of a section)."""
 EQUAL_BYTES = f"""\
 A pair is a cell with a codec and a cell of the same method with fewer raw rows, whose bytes differ by at most
-{say_percent(EQUAL)}. Pairs are sorted by the raw rows, then by the gain. Parts and questions without such a pair are
-left out. With the question hidden, the question's rows come on top of the budget, and weigh more where they are
-raw."""
+{say_percent(EQUAL)}. Pairs are sorted by the raw rows, then by the gain. Pairs with other bytes are left out. With the
+question hidden, the question's rows come on top of the budget, and weigh more where they are raw."""
 PAIRED = " The intervals of *{column}* are paired by sample."
 TURNS = (
     "**By question.** Of {count} cells, those that keep all rows included, {less} more against the full cache at the "
@@ -102,9 +101,10 @@ PLANNED_SIGNS = (
     "were measured in the part{shown} (Holm's procedure)."
 )
 NAMED_CHANGES = (
-    "Each row changes one thing in another cell. *unchanged* is the score of that cell, and *gain* is the difference "
-    "from it, paired by sample, with its 95 % interval. The cells were planned before they were measured, and this "
-    "list was written afterwards. The largest loss is first. The unchanged cells are {cells}."
+    "Each row changes one thing in another cell, or two where its name says so. *unchanged* is the score of that "
+    "cell, and *gain* is the difference from it, paired by sample, with its 95 % interval. The cells were planned "
+    "before they were measured, and this list was written afterwards. The largest loss is first. The unchanged cells "
+    "are {cells}."
 )
 ENDS = (
     "**How answers end.** *tokens* is the mean number of tokens of an answer, and *at the limit* the share of answers "
@@ -234,13 +234,18 @@ def describe_ranks(cells: Sequence[Line]) -> str:
     """Return how many pairs of a class can be told apart, and which cells may be its best; empty for a single cell."""
     if len(cells) < 2:
         return ""
-    apart, pairs = sum(line["rank_first"] - 1 for line in cells), len(cells) * (len(cells) - 1) // 2
+    apart, pairs, count = sum(line["rank_first"] - 1 for line in cells), len(cells) * (len(cells) - 1) // 2, len(cells)
     first = [line["label"] for line in sort_by_score(cells) if line["rank_first"] == 1]
-    named = len(first) <= max(FEW, len(cells) / 2)
     may = "is" if len(first) == 1 else "may be"
-    these = f"The best of these {len(cells)} {may} {join_words(first, 'or')}."
-    best = these if named else f"Any of {len(first)} cells may be the best."
-    return f"{apart} of {pairs} pairs of cells at {cells[0]['rank_class']} can be told apart. {best}"
+    best = f"The best of these {count} {may} {join_words(first, 'or')}."
+    if len(first) > max(FEW, count / 2):
+        best = f"Any of {len(first)} cells may be the best."
+    elif len(first) == count:
+        best = f"Any of these {count} may be the best."
+    told = f"{apart} of {pairs} pairs of cells at {cells[0]['rank_class']} can be told apart."
+    if count == 2:
+        told = f"The two cells at {cells[0]['rank_class']} can{'' if apart else 'not'} be told apart."
+    return f"{told} {best}"
 
 
 def compare_to_full(column: Sequence[Line], full: Line, margin: float) -> str:
@@ -256,13 +261,12 @@ def describe_holders(section: Section) -> list[str]:
     names = dict.fromkeys(line["label"] for line in held)
     if not names:
         return []
-    sentence = f"{join_words(list(names), 'and')} {'holds' if len(names) == 1 else 'hold'} all bytes of the full cache."
-    whole = {line["label"]: line["bytes_in_all"] for line in held}
-    known = [f"{format_percent(share)} ({label})" for label, share in whole.items() if share is not None]
+    hold = "holds" if len(names) == 1 else "hold"
+    sentence = f"{join_words(list(names), 'and')} {hold} all bytes of the full cache."
+    whole = {line["label"]: line["bytes_in_all"] for line in held if line["bytes_in_all"] is not None}
+    known = [f"{format_percent(share)} ({label})" for label, share in whole.items()]
     if known:
-        sentence += (
-            f" With what they keep beside the rows, such as codes and bounds, they hold {join_words(known, 'and')}."
-        )
+        sentence += f" What is kept beside the rows, such as codes and bounds, makes this {join_words(known, 'and')}."
     return [sentence]
 
 

@@ -22,8 +22,8 @@ LEGEND = (
     "cells named beforehand (pair), and the same where all planned comparisons of the sweeps are tested together "
     "(planned); a cell and the full cache, where all cells of a column are compared with it (full); two of all pairs "
     "of a column (ranks). The points of pair are also the smallest margin at which an equal cell is shown to be no "
-    "worse. deviation: of one sample's difference, in points. Questions about one context count as if each had its "
-    "own, which is too many where they go wrong together."
+    "worse. cells: those of the budget that has most. deviation: of one sample's difference, in points. Questions "
+    "about one context count as if each had its own, which is too many where they go wrong together."
 )
 
 
@@ -134,7 +134,8 @@ def list_protocols(cells: Iterable[Sequence[str]]) -> tuple[list[PlannedProtocol
         key = name_protocol(config)
         configs.setdefault(key, config)
         settings = tuple(f"{name}={value}" for name, value in parse_settings(overrides).items())  # each once
-        planned.setdefault(key, []).append(ProtocolCell(key, settings, str(config.budget)))
+        budget = 1.0 if config.method.name == "full" else config.budget  # the full cache keeps all rows
+        planned.setdefault(key, []).append(ProtocolCell(key, settings, str(budget)))
     protocols: list[PlannedProtocol] = []
     unknown: dict[str, None] = {}
     for key, config in configs.items():

@@ -152,7 +152,7 @@ def test_hiding_the_question_is_counted_jointly():
     assert describe_chance(lines[3:4], seen[-1], seen) == describe_chance(cut[-1:], seen[-1], seen[-1:]) == ""
     fallen = [line | gains for line in hidden]
     text = conclude_hidden(split_sections({"a": [*lines[:5], *fallen]}), 3.0).text
-    assert " The score falls for `kvzip`, `tova` and `random`. Each of" in text
+    assert ". The score falls for `kvzip`, `tova` and `random`. With the question's rows" in text
     hidden[2] |= {"question_gain": 35.0, "question_gain_low": 30.0, "question_gain_high": 40.0, "question_gain_sign": 1}
     lines = [make_full(), make_full(question="hidden"), *make_class(*BEST), *hidden]
     both = conclude_hidden(split_sections({"a": lines}), 3.0)
@@ -198,6 +198,8 @@ def test_the_first_conclusion_says_how_few_bytes_lose_little():
     assert describe(twice, once).endswith(
         f"{cells}{bound}{first}; of those that read each prompt once, this is {other}."
     )
+    worst = {"worst_subtask": "qa", "worst": -8.3, "worst_low": -13.6, "worst_high": -3.0}
+    assert describe(twice | worst).endswith(f"{first} (in its worst subtask, `qa`, -8.3 [-13.6, -3.0]).")
     assert describe(twice).endswith(f"{bound}{first}.") and describe(once).endswith(f"{bound}{other}.")
     assert bound not in describe()
 
@@ -312,7 +314,7 @@ def test_codecs_are_compared_with_raw_rows_of_their_method_and_bytes():
         sentence.text.startswith("The difference is +20.0 [")
         and "at 20.5 % of the bytes (`tova · int4`, 71 % of" in sentence.text
     )
-    assert sentence.cells.endswith(f": pairs of 1 method and 1 codec whose bytes differ by at most {100 * EQUAL:g} %")
+    assert sentence.cells.endswith(f": pairs of `tova` with `int4` whose bytes differ by at most {100 * EQUAL:g} %")
     many = [
         pair_bytes(coded | {"label": f"tova · {name}", "score": score}, tova)
         for name, score in (("a", 91.0), ("b", 92.0), ("c", 93.0))
@@ -402,8 +404,8 @@ def test_long_answers_and_several_turns_share_a_conclusion():
     sections = split_sections({"h": turns, "v": seen}, {"v": PartNumbers(seen, turns=by_turn)})
     turned = conclude_long(sections, 3.0)
     assert turned.headline.endswith(
-        "; of 3 that are cut with the first question in sight, 1 loses more at the last one (each count jointly at 95 "
-        "%)."
+        "; of 3 that are cut with the first question in sight, 1 loses more at the last one than at the first (each "
+        "count jointly at 95 %)."
     )
     assert turned.text.endswith(
         "in sight when the cache is cut, 1 of 3 cut caches loses more against the full cache at the last question than "

@@ -76,7 +76,11 @@ def test_only_cells_of_like_bytes_are_ranked_together():
     [sentence] = describe_separation(split(*ranked, *packed, *larger), 3.0)
     assert "None of 4 cells is shown to lose" in sentence and "6.0%" not in sentence  # no class of evicting cells
     [sentence] = describe_separation(split(*packed), 3.0)
-    assert "at 6.0% of the bytes" in sentence and "2 of 2 cells are shown to lose" in sentence
+    assert "The two cells at 6.0% of the bytes cannot be told apart. Any of these 2 may be the best." in sentence
+    assert "2 of 2 cells are shown to lose" in sentence
+    apart = rank(packed, (1, 1), (2, 2), name="6.0% of the bytes")
+    [sentence] = describe_separation(split(*apart), 3.0)
+    assert "The two cells at 6.0% of the bytes can be told apart. The best of these 2 is tova · int4." in sentence
 
 
 def test_long_answers_say_how_they_end():
@@ -138,7 +142,7 @@ def test_the_page_says_which_methods_hold_all_bytes():
     assert describe_holders(split(cells[1])) == []
     assert describe_holders(split(cells[0] | {"budget": "threshold=1"})) == []
     [sentence] = describe_holders(split(*cells))
-    assert sentence.endswith("beside the rows, such as codes and bounds, they hold 102.3% (quest).")
+    assert sentence.endswith("kept beside the rows, such as codes and bounds, makes this 102.3% (quest).")
     unknown = cells[0] | {"bytes_in_all": None}
     assert describe_holders(split(unknown)) == ["quest holds all bytes of the full cache."]
 
@@ -247,8 +251,8 @@ def test_comparisons_are_compared_between_models():
     assert lengths[2] == ["snapkv, 20 %", *(2 * ["50.0", "-40.0 \\[-45.0, -35.0\\]"])]
     assert lengths[1][0] == "kvzip, 20 %" and len(lengths) == 3  # the others have one length
     assert conclude_lengths(sections, 3.0).write() == (
-        "**Of 1 comparison at equal bytes, planned for several lengths, 0 show the same sign at all lengths and 1 "
-        "opposite ones (the signs of each part jointly at 95 %).** *(part many and part longer, smollm2_long, ruler, "
+        "**Of 1 comparison at equal bytes, planned for several lengths, 0 show the same sign wherever they were made "
+        "and 1 opposite ones (the signs of each part jointly at 95 %).** *(part many and part longer, smollm2_long, ruler, "
         "length 4096 and length 16384: pairs of cells)* In 0, a sign is not shown. They compare `snapkv` with "
         "`kvzip`. With the question visible, the full cache "
         "scores 90.0 (length 4096) and 90.0 (length 16384). From the shortest to the longest prompts, it falls "

@@ -32,6 +32,13 @@ def test_the_page_states_what_is_computed():
     assert len(rows) == 4
 
 
+def test_cells_that_keep_all_rows_are_a_column_of_their_own():
+    common = ["model=reference", "task=ruler", "task.samples=4", "budget=0.05"]
+    cells = [[*common, f"method={name}"] for name in ("snapkv", "tova")] + [[*common, "method=full", "codec=int4"]]
+    [protocol], _ = list_protocols(cells)
+    assert (len(protocol.cells), protocol.column) == (3, 2)
+
+
 def test_unequal_subtasks_weigh_the_same():
     alike, unlike = (compute_power(40.0, samples, 2).pair for samples in ([50, 50], [10, 90]))
     assert unlike / alike == pytest.approx(((1 / 10 + 1 / 90) / (2 / 50)) ** 0.5)
