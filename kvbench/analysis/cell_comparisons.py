@@ -60,7 +60,7 @@ def compare_changes(
     """Return the comparisons of cells with those that change something in them, as conf/measured.yaml names them.
 
     Args:
-        changes: Cell -> what another cell changes in it, in words -> this cell.
+        changes: Cell -> what another cell changes in it, in words -> the other cell.
         blocks: The blocks of the part.
         files: `content_hash` of a file -> its name.
 

@@ -348,7 +348,7 @@ def read_part(
     Args:
         path: The file.
         pairs: The pairs of cells whose comparison was planned.
-        changes: Cell -> what another cell changes in it, in words -> this cell.
+        changes: Cell -> what another cell changes in it, in words -> the other cell.
 
     Raises:
         SettingError: The file cannot be read, pyarrow is not installed, its runs cannot be shown in one table, or a

@@ -63,7 +63,7 @@ def list_compared(pair: tuple[str, str], cells: Sequence[ProtocolCell]) -> list[
     ]
     if len({(one.protocol, one.budget, other.budget) for one, other in compared}) < len(compared):
         named = f"{pair[0]!r} and {pair[1]!r}"
-        raise SettingError(f"pairs: {named} mean several cells of one budget; name more settings")
+        raise SettingError(f"pairs and changes: {named} mean several cells of one budget; name more settings")
     return compared
 
 

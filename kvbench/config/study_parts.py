@@ -37,8 +37,8 @@ class StudyPart:
         files: Name of a file or folder that a sweep needs -> the `kvbench` command that makes it, without `--out`.
         pairs: The pairs of cells whose comparison was planned: in every column that has both, or, where their settings
             name budgets, with these budgets.
-        changes: Cell -> what another cell changes in it, in words -> this cell. Cells are settings, as those of pairs.
-            A file is given by its name without the suffix.
+        changes: Cell -> what another cell changes in it, in words -> the other cell. Cells are settings, as those of
+            pairs. A file is given by its name without the suffix.
         rate: How many answers one GPU gives in a minute; None if that is not known.
         note: What a reader of its cells must know, for the page.
     """
@@ -145,7 +145,8 @@ def make_study_part(name: str, fields: Mapping[str, Any]) -> StudyPart:
         raise TypeError(f"part {name}: pairs are lists of two cells")
     others = list(part.changes.values())
     named = [text for words in others if isinstance(words, Mapping) for entry in words.items() for text in entry]
-    if not all(isinstance(words, Mapping) for words in others) or not all(isinstance(text, str) for text in named):
+    texts = all(isinstance(text, str) for text in (*part.changes, *named))
+    if not texts or not all(isinstance(words, Mapping) for words in others):
         raise TypeError(f"part {name}: changes are {{cell: {{what is changed: cell}}}}")
     if part.rate is not None and not (is_number(part.rate) and part.rate > 0):
         raise TypeError(f"part {name}: rate={part.rate}: answers a minute")

@@ -820,7 +820,7 @@ def describe_longest(sections: Sequence[Section]) -> str:
 
 def conclude_long(sections: Sequence[Section], margin: float) -> Conclusion | None:
     """Conclude what cutting costs where answers are long, and where a context gets several questions."""
-    heads, texts, cells, more, counted = [], [], [], "", False
+    heads, texts, cells, more, counts = [], [], [], "", 0
     main = choose_protocol(sections)
     places = (
         ("where answers are long", LONG_TASKS, "visible", "hidden"),
@@ -833,7 +833,7 @@ def conclude_long(sections: Sequence[Section], margin: float) -> Conclusion | No
             continue
         *_, undecided = count_losses(section, smaller, margin)
         decided = undecided < len(smaller)
-        counted = counted or decided
+        counts += decided
         hidden = section.question == "hidden"
         where += (
             f" and the cache is cut before the {'first one' if tasks == TURN_TASKS else 'question'}" if hidden else ""
@@ -849,7 +849,7 @@ def conclude_long(sections: Sequence[Section], margin: float) -> Conclusion | No
         turned = choose_task(sections, tasks)
         cut = list_cut(turned) if turned is not None else []
         if turned is not None and cut:
-            counted, worse = True, [each.sign for each in cut].count(-1)
+            counts, worse = counts + 1, [each.sign for each in cut].count(-1)
             seen = f"of {len(cut)} that are cut with the first question in sight"
             heads[-1] += f"; {seen}, {say_lose(worse)} more at the last one than at the first"
             more += f" {describe_turns(turned, section)}"
@@ -857,8 +857,7 @@ def conclude_long(sections: Sequence[Section], margin: float) -> Conclusion | No
     if not heads:
         return None
     headline = "; ".join(heads)
-    counts = headline.count(" of ")
-    jointly = f" ({'each count ' if counts > 1 else ''}jointly at 95 %)" if counted else ""
+    jointly = f" ({'each count ' if counts > 1 else ''}jointly at 95 %)" if counts else ""
     return Conclusion(f"{headline[0].upper()}{headline[1:]}{jointly}.", " ".join(texts), "; ".join(cells), more)
 
 
@@ -878,7 +877,7 @@ def conclude_changes(sections: Sequence[Section], margin: float) -> Conclusion |
     lower, higher = ([each for each in ordered if each.sign == sign] for sign in (-1, 1))
     count, signs = len(ordered), [each.sign for each in ordered]
     return Conclusion(
-        f"Of {count_things(count, 'change')} to a codec, {signs.count(-1)} {'is' if signs.count(-1) == 1 else 'are'} "
+        f"Of {count_things(count, 'named change')}, {signs.count(-1)} {'is' if signs.count(-1) == 1 else 'are'} "
         f"shown to lower the score and {signs.count(1)} to raise it (jointly at 95 %).",
         " ".join(filter(None, (tell("It falls most with ", lower[:FEW]), tell("It rises most with ", higher[-FEW:])))),
         name_place(section, "a cell, and one that changes something in it"),

@@ -102,9 +102,8 @@ PLANNED_SIGNS = (
 )
 NAMED_CHANGES = (
     "Each row changes one thing in another cell, or two where its name says so. *unchanged* is the score of that "
-    "cell, and *gain* is the difference from it, paired by sample, with its 95 % interval. The cells were planned "
-    "before they were measured, and this list was written afterwards. The largest loss is first. The unchanged cells "
-    "are {cells}."
+    "cell, and *gain* is the difference from it, paired by sample, with its 95 % interval. The largest loss is "
+    "first. The unchanged cells are {cells}."
 )
 ENDS = (
     "**How answers end.** *tokens* is the mean number of tokens of an answer, and *at the limit* the share of answers "
@@ -471,8 +470,13 @@ def format_changed(section: Section) -> list[str]:
     )
     unchanged = [lines[run] for run in dict.fromkeys(each.one for each in section.changed)]
     cells = [f"{line['label']} ({format_percent(line['bytes_held'])} of the bytes)" for line in unchanged]
+    several = len({lines[each.other]["budget"] for each in section.changed}) > 1
+
+    def name(each: CellComparison) -> str:
+        return f"{each.words}, {format_budget(lines[each.other]['budget'])}" if several else each.words
+
     columns = [
-        Column("change", "", lambda each: each.words),
+        Column("change", "", name),
         Column("bytes", "", lambda each: format_percent(lines[each.other]["bytes_held"])),
         Column("with files", "", lambda each: format_share(lines[each.other]["bytes_with_files"])),
         Column("unchanged", "", lambda each: format_number(lines[each.one]["score"])),

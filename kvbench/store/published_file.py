@@ -144,8 +144,10 @@ def check_rows(table: pyarrow.Table, path: Path) -> None:
         if table[name].null_count:
             raise SettingError(f"{path}: {name} is missing in some row")
     for name, (least, most) in RANGES.items():
-        known = compute.min_max(table[name]).as_py()
-        if known["min"] is not None and not least <= known["min"] <= known["max"] <= most:
+        column = table[name]
+        known = compute.min_max(column).as_py()
+        outside = known["min"] is not None and not least <= known["min"] <= known["max"] <= most
+        if outside or compute.any(compute.is_nan(column)).as_py():
             raise SettingError(f"{path}: {name} is not between {least:g} and {most:g} in some row")
 
 

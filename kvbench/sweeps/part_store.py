@@ -129,7 +129,7 @@ def describe_return(codes: Sequence[str], here: str) -> str:
     """
     known = [match[1] for code in codes if (match := COMMIT.fullmatch(code))]
     if len(known) == len(codes) == 1:
-        if here.startswith(codes[0]):  # with uncommitted changes
+        if here == f"{codes[0]} dirty":
             return "undo the uncommitted changes that `git status` shows to go on with them"
         return f"`git checkout {known[0]}` first to go on with them"
     if len(codes) == 1 and codes[0].startswith("version "):

@@ -6,8 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from kvbench.analysis.cell_comparisons import make_cell
-from kvbench.analysis.result_lines import read_part
+from kvbench.analysis import cell_comparisons
+from kvbench.analysis.cell_comparisons import CellComparison, make_cell
+from kvbench.analysis.joint_signs import sign_changes
+from kvbench.analysis.result_lines import PartNumbers, read_part
 from kvbench.config.catalogue import identity_settings, load_settings
 from kvbench.config.planned_pairs import list_compared, parse_settings
 from kvbench.config.study_parts import read_study
@@ -20,6 +22,7 @@ from kvbench.store.run_folder import RunFolder
 from kvbench.store.runs import StoredRun, load_runs
 from kvbench.validation import SettingError
 from tests.support.made_up_runs import write_run
+from tests.support.measured_lines import make_full, make_line
 from tests.support.report_store import make_records
 from tests.support.single_tables import compare_scores
 
@@ -161,8 +164,13 @@ def test_changes_are_told_in_words_and_their_signs_are_joint(tmp_path, monkeypat
             "not measured": "codec=palu codec.path=fourth",
         }
     }
+    families = []
+    monkeypatch.setattr(
+        cell_comparisons, "sign_changes", lambda known: families.append(len(known)) or sign_changes(known)
+    )
     part = read_part(tmp_path / "x.parquet", changes=changes)
     assert [(each.words, each.sign) for each in part.changed] == [("a worse file", -1), ("another file", 0)]
+    assert 2 in families and 1 not in families  # both changes are one family
     [section] = split_sections({"a": part.lines}, {"a": part})
     text = "\n".join(format_named_changes([section]))
     scores = {line["label"].rpartition("=")[2]: line["score"] for line in part.lines}
@@ -174,13 +182,48 @@ def test_changes_are_told_in_words_and_their_signs_are_joint(tmp_path, monkeypat
         text.index("| a worse file |") < text.index("| another file |") and row in text and text.count("| lower |") == 1
     )
     told = conclude_changes([section], 3.0)
-    assert (
-        told.headline == "Of 2 changes to a codec, 1 is shown to lower the score and 0 to raise it (jointly at 95 %)."
-    )
+    assert told.headline == "Of 2 named changes, 1 is shown to lower the score and 0 to raise it (jointly at 95 %)."
     assert told.first == f"It falls most with *a worse file* ({scores['first']:.1f} to {scores['second']:.1f})."
     assert conclude_changes([replace(section, changed=())], 3.0) is None and conclude_changes([], 3.0) is None
     with pytest.raises(SettingError, match="'codec=palu' and 'codec=palu codec.path=second' mean several cells"):
         read_part(tmp_path / "x.parquet", changes={"codec=palu": {"x": "codec=palu codec.path=second"}})
+
+
+def test_changes_at_several_budgets_are_told_apart(path):
+    changes = {"method=snapkv": {"other rows": "method=keydiff"}}
+    part = read_part(path, changes=changes)
+    assert [each.words for each in part.changed] == ["other rows"] * 4  # at two budgets, with both questions
+    section = next(each for each in split_sections({"a": part.lines}, {"a": part}) if each.changed)
+    text = "\n".join(format_named_changes([section]))
+    assert "| other rows, 20 % |" in text and "| other rows, 50 % |" in text
+
+
+def test_changes_are_sorted_and_show_what_the_changed_cell_holds():
+    scores = {"plain": 50.0, "up": 60.0, "down": 40.0, "far down": 30.0}
+    cells = [
+        make_line(label, 0.2, score, bytes_held=0.2 + at / 100, bytes_with_files=0.5 + at / 100)
+        for at, (label, score) in enumerate(scores.items())
+    ]
+    lines = [make_full(), *cells]
+    signs = {"up": 1, "down": -1, "far down": -1}
+    changed = [
+        CellComparison("plain", label, (gain := scores[label] - 50.0, gain - 5, gain + 5), sign, f"to {label}")
+        for label, sign in signs.items()
+    ]
+    for line in cells:
+        line["hash"] = line["label"]
+    [section] = split_sections({"a": lines}, {"a": PartNumbers(lines, changed=changed)})
+    text = format_named_changes([replace(section, changed=()), section])
+    assert [line for line in text if line.startswith("| to ")] == [
+        "| to far down | 23.0% | 53.0% | 50.0 | 30.0 | -20.0 \\[-25.0, -15.0\\] | lower |",
+        "| to down | 22.0% | 52.0% | 50.0 | 40.0 | -10.0 \\[-15.0, -5.0\\] | lower |",
+        "| to up | 21.0% | 51.0% | 50.0 | 60.0 | +10.0 \\[+5.0, +15.0\\] | higher |",
+    ]
+    assert "The unchanged cells are plain (20.0% of the bytes)." in " ".join(text[0].split())
+    assert conclude_changes([replace(section, changed=()), section], 3.0).first == (
+        "It falls most with *to far down* (50.0 to 30.0); *to down* (50.0 to 40.0). It rises most with *to up* (50.0 "
+        "to 60.0)."
+    )
 
 
 def make_run(cell: dict[str, str]) -> StoredRun:

@@ -24,6 +24,8 @@ from kvbench.report.results_conclusions import (
     describe_chance,
     describe_leaders,
     describe_order,
+    describe_other_lengths,
+    describe_smaller,
     pair_settings,
 )
 from kvbench.report.results_cost import RATIO, CostTable
@@ -379,6 +381,40 @@ def test_the_fewest_bytes_are_those_of_a_cell_that_is_shown_to_be_no_worse():
     beside = conclude_no_worse(split_sections({"a": [make_full(), middle], "b": longer}), 3.0).text
     other = "With prompts of other lengths, these differences from the full cache were measured: `snapkv` -7.0"
     assert other in beside and "(length 8192)." in beside and other not in shown.text
+    own, same, hidden, far = split_sections(
+        {
+            "own": [make_full(), middle],
+            "same": [make_full(n=50), middle | {"n": 50}],
+            "hidden": [line | {"question": "hidden"} for line in longer],
+            "far": longer,
+        }
+    )
+    assert describe_other_lengths([middle], own, [own, same, hidden]) == ""
+    assert describe_other_lengths([middle], own, [own, far]).endswith("(length 8192).")
+
+
+def test_a_cell_that_scores_most_is_said_to_lose_little_only_if_that_is_shown():
+    one, higher, other, low = (
+        make_line(name, budget, score, low=end)
+        for name, budget, score, end in (
+            ("a", 0.5, 89.0, -1.5),
+            ("b", 0.4, 95.0, -9.0),
+            ("c", 0.3, 88.0, -1.9),
+            ("d", 0.2, 50.0, -45.0),
+        )
+    )
+
+    def describe(*cells: dict) -> str:
+        [section] = split(x=list(cells))
+        return describe_smaller(section, list(cells), 3.0)
+
+    assert describe(one, higher).endswith(
+        "scores most: 95.0 [90.0, 100.0], but is not shown to lose at most 3.0 points."
+    )
+    assert describe(one, low).endswith("It also scores most: 89.0 [84.0, 94.0].")
+    for cells in ((one, other), (low,)):
+        text = describe(*cells)
+        assert "scores most: " in text and "also" not in text and "but is not" not in text
 
 
 def test_long_answers_and_several_turns_share_a_conclusion():

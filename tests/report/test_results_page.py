@@ -8,10 +8,12 @@ from kvbench.analysis.joint_signs import MARGIN
 from kvbench.analysis.power import estimate_deviation
 from kvbench.analysis.result_lines import PartNumbers, make_lines
 from kvbench.cli.measured import main
-from kvbench.config.study_parts import read_study
+from kvbench.config.study_parts import StudyPart, read_study
 from kvbench.report.results_cells import split_sections
 from kvbench.report.results_origin import describe_progress
 from kvbench.report.results_page import (
+    CODECS,
+    EQUAL,
     MEASURED,
     PAGES,
     answer_page,
@@ -134,6 +136,18 @@ def test_the_committed_pages_hold_what_small_files_say_and_name_the_others():
     assert sections and all(f"| {part} |" in origin.replace("\\_", "_") for part in files)
     for name, digest in read_all_checksums(files.values()).items():
         assert f"| {name} | {digest} |" in origin.replace("\\_", "_")
+
+
+def test_the_page_compares_what_the_study_names(machine, tmp_path, without_pictures, monkeypatch):
+    pair, words = ("method=snapkv", "method=random"), "rows at random in place of snapkv's"
+    changes = {"method=snapkv budget=0.5": {words: "method=random budget=0.5"}}
+    study = StudyPart("a", "A part", [], pairs=[pair], changes=changes)
+    monkeypatch.setattr("kvbench.report.results_page.list_known", lambda: {"a": study})
+    (machine / "b.parquet").unlink()
+    write_results_page(choose_files(machine.parent), tmp_path / "docs")
+    codecs, equal = ((tmp_path / "docs" / name_page(page)).read_text() for page in (CODECS, EQUAL))
+    assert "## What parts of a codec change" in codecs and f"| {words} | 50.0% |" in codecs
+    assert "named change, " in codecs and "**Planned comparisons.**" in equal
 
 
 def test_results_are_one_screen():

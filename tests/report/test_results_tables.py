@@ -2,6 +2,7 @@
 
 import pytest
 
+from kvbench.analysis.byte_front import EQUAL
 from kvbench.analysis.cell_comparisons import CellComparison
 from kvbench.analysis.result_lines import PartNumbers
 from kvbench.analysis.text_table import Column, format_markdown
@@ -15,7 +16,7 @@ from kvbench.report.results_cost import (
     read_cost_tables,
     read_prefill_ratios,
 )
-from kvbench.report.results_models import describe_turned, format_lengths, format_models
+from kvbench.report.results_models import Measured, describe_turned, format_lengths, format_models
 from kvbench.report.results_pictures import shorten_label
 from kvbench.report.results_tables import (
     compare_to_full,
@@ -230,7 +231,7 @@ def test_comparisons_are_compared_between_models():
     assert (
         turned.startswith("Even between these models, ") and "the same in 1 and opposite in 1; in 1, at least" in turned
     )
-    longer = dict(numbers, longer=measure("smollm2_long", "longer", 10, protocol="length 16384", kvzip=-1)[1])
+    longer = dict(numbers, longer=measure("smollm2_long", "longer", 10, protocol="length 16384", kvzip=-1, tova=-1)[1])
     sections = split_sections({part: known.lines for part, known in longer.items()}, longer)
     rows = list_rows(format_models(sections))
     assert rows[:4] == [
@@ -248,19 +249,24 @@ def test_comparisons_are_compared_between_models():
     assert rows[4] == ["snapkv, 20 %", "kvzip, 20 %", more, less, more, "opposite"]
     lengths = list_rows(format_lengths(sections))
     assert lengths[0] == ["full cache", "90.0", "", "90.0", ""]  # of parts many and longer
-    assert lengths[2] == ["snapkv, 20 %", *(2 * ["50.0", "-40.0 \\[-45.0, -35.0\\]"])]
-    assert lengths[1][0] == "kvzip, 20 %" and len(lengths) == 3  # the others have one length
+    assert lengths[3] == ["snapkv, 20 %", *(2 * ["50.0", "-40.0 \\[-45.0, -35.0\\]"])]
+    assert [row[0] for row in lengths[1:3]] == ["kvzip, 20 %", "tova, 20 %"] and len(lengths) == 4  # others: one length
     assert conclude_lengths(sections, 3.0).write() == (
         "**Of 1 comparison at equal bytes, planned for several lengths, 0 show the same sign wherever they were made "
-        "and 1 opposite ones (the signs of each part jointly at 95 %).** *(part many and part longer, smollm2_long, ruler, "
-        "length 4096 and length 16384: pairs of cells)* In 0, a sign is not shown. They compare `snapkv` with "
-        "`kvzip`. With the question visible, the full cache "
-        "scores 90.0 (length 4096) and 90.0 (length 16384). From the shortest to the longest prompts, it falls "
-        "most in `b`: from 90.0 to 70.0."
+        "and 1 opposite ones (the signs of each part jointly at 95 %).** *(part many and part longer, smollm2_long, "
+        "ruler, length 4096 and length 16384: pairs of cells)* In 0, a sign is not shown. They compare `snapkv` with "
+        "`kvzip`. With the question visible, the full cache scores 90.0 (length 4096) and 90.0 (length 16384). From "
+        "the shortest to the longest prompts, it falls most in `b`: from 90.0 to 70.0."
     )
     assert conclude_lengths(sections[:2], 3.0) is None and format_lengths(sections[:2]) == []
     sections = sections[:1]
     assert describe_turned(sections[:1]) == "" and format_models(sections[:1]) == []
+
+
+def test_cells_are_matched_if_their_bytes_differ_by_little():
+    for more, matched in ((EQUAL - 0.001, True), (EQUAL + 0.001, False)):
+        lines = [{"bytes_held": held} for held in (0.2, 0.2 * (1 + more))]
+        assert [Measured(None, *some, None).is_matched for some in (lines, lines[::-1])] == [matched] * 2
 
 
 def test_the_front_has_no_cell_that_another_one_beats():

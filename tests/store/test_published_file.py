@@ -187,13 +187,16 @@ def flip(path: Path) -> None:
         (flip, "cannot be read as published runs ("),
         (lambda path: parquet.write_table(parquet.read_table(path)[:0], path), "has no rows"),
         (set_first("subtask", None), "subtask is missing in some row"),
+        (set_first("run", None), "run is missing in some row"),
+        (set_first("uid", None), "uid is missing in some row"),
         (set_first("score", 1e9), "score is not between 0 and 100 in some row"),
+        (set_first("score", math.nan), "score is not between 0 and 100 in some row"),
+        (set_first("resident_bytes", -1), "resident_bytes is not between 0 and inf in some row"),
         (set_first("full_bytes", 0), "full_bytes is not between 1 and inf in some row"),
         (lambda path: parquet.write_table(pyarrow.table({"run": ["x"]}), path), "holds no published runs of format 1"),
         (lambda path: parquet.write_table(parquet.read_table(path).drop_columns("kl"), path), "holds no published"),
         (change_rows, "has settings that give the hash"),
     ],
-    ids=["missing", "cut", "empty", "flipped", "rows", "null", "score", "bytes", "other", "column", "settings"],
 )
 def test_what_is_no_such_file_is_one_line(damage, said, tmp_path):
     path = tmp_path / "x.parquet"

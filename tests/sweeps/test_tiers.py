@@ -135,26 +135,31 @@ def test_tiers_are_chosen_by_name():
 
 
 @pytest.mark.parametrize(
-    ("there", "said"),
+    ("there", "said", "code"),
     [
         (
             {"device": GPU | {"gpu": "NVIDIA A100"}},
             "made on NVIDIA A100, bfloat16, torch 2.11.0, and this is NVIDIA H200",
+            "git 0123",
         ),
         (
             {"device": GPU | {"torch": "2.9.0"}},
             "torch 2.9.0, and this is NVIDIA H200, bfloat16, torch 2.11.0; go on there",
+            "git 0123",
         ),
+        ({"device": GPU, "sources": "other"}, "than this; undo the uncommitted changes that", "git 4567"),
         (
             {"device": GPU, "sources": "other"},
             "made by git 0123, whose code may give other results than this; `git checkout 0123` first to go on with "
             "them, or give another folder with --results to begin anew",
+            "git 0123",
         ),
     ],
 )
-def test_a_store_with_runs_of_the_tier_from_elsewhere_is_refused(there, said, tmp_path):
+def test_a_store_with_runs_of_the_tier_from_elsewhere_is_refused(there, said, code, tmp_path, monkeypatch):
     here = VALUE | {"device": GPU}
-    run = write_run(tmp_path, make_records(0.5, 50), machine={"code": "git 0123"}, **VALUE | there)
+    monkeypatch.setattr("kvbench.sweeps.part_store.find_revision", lambda: "git 4567 dirty")
+    run = write_run(tmp_path, make_records(0.5, 50), machine={"code": code}, **VALUE | there)
     with pytest.raises(SettingError, match=re.escape(said)) as error:
         check_store("a", {"0": here}, tmp_path)
     assert f"1 run of part a ({run.hash})" in str(error.value) and "\n" not in str(error.value)
@@ -173,6 +178,10 @@ def test_a_store_with_runs_of_the_tier_from_elsewhere_is_refused(there, said, tm
 )
 def test_a_refused_store_says_how_to_go_on(codes, said):
     assert describe_return(codes, "git 89ab dirty") == said
+
+
+def test_a_store_of_this_commit_without_changes_has_other_sources():
+    assert describe_return(["git 89ab"], "git 89ab") == "`git checkout 89ab` first to go on with them"
 
 
 def test_other_runs_of_a_store_do_not_matter(tmp_path):
