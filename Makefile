@@ -74,7 +74,7 @@ test: setup-tests style
 
 # Compute every number and picture of docs/results.md and its sub-pages again from the published rows.
 test-results: setup-tests
-	$(PYTEST) -n 2 -m full tests/report/test_results_page.py tests/report/test_published_numbers.py
+	$(PYTEST) -n 2 --dist loadfile -m full tests/report/test_results_page.py tests/report/test_published_numbers.py
 
 # Measure the CPU time of the tests of `make test` and write tests/durations.csv.
 # The machine should be at rest.
