@@ -82,6 +82,8 @@ def find_pairs(
     Raises:
         SettingError: A pair means several cells of one budget.
     """
+    if not pairs:
+        return []
     runs = {cell.run.hash: (cell.run, block) for block, _, cell in list_cells(blocks) if not cell.run.full}
     places = {id(block): str(place) for place, block in enumerate(blocks)}
     cells = [make_cell(run, places[id(block)], files) for run, block in runs.values()]

@@ -1,8 +1,8 @@
 """Find the cells of a study that conf/measured.yaml compares: of planned sweeps, or of published runs.
 
-A pair is two cells, each written as settings: `method=snapkv` and `method=snapkv codec=int4 budget=0.355`. A
-cell is meant if it has these settings; a side that names no allocator or codec means uniform and raw. If neither side
-names a budget, the pair is compared at every budget that both have.
+A pair is two cells, each written as settings: `method=snapkv` and `method=snapkv codec=int4 budget=0.355`. A cell is
+meant if it has these settings; a side that names no allocator or codec means uniform and raw. If neither side names a
+budget, the pair is compared at every budget that both have.
 """
 
 from collections.abc import Iterable, Sequence

@@ -4,9 +4,8 @@ A part of the study can be published by itself. Its sweeps run in their order, a
 one begins, so that a part that was stopped still has sweeps whose cells can be compared.
 """
 
-import dataclasses
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -124,29 +123,26 @@ def read_study(path: Path = STUDY) -> dict[str, StudyPart]:
         raise SettingError(f"--file={path}: cannot be read as parts ({reason}); see conf/measured.yaml") from None
 
 
-def make_study_part(name: str, fields: Mapping[str, Any]) -> StudyPart:
+def make_study_part(name: str, given: Mapping[str, Any]) -> StudyPart:
     """Return the part that an entry of the file describes.
 
     Raises:
         TypeError: It lacks a title or sweeps, has other keys than `StudyPart`, texts that are none, a pair of other
             than two cells, changes that are not named in words, or a rate that is no positive number.
     """
-    known = [each.name for each in dataclasses.fields(StudyPart) if each.name != "name"]
-    for key in fields:
+    known = [each.name for each in fields(StudyPart) if each.name != "name"]
+    for key in given:
         if key not in known:
             raise TypeError(f"part {name}: {key}: choose keys from {', '.join(known)}")
     for key in TEXTS:
-        if not isinstance(fields.get(key, ""), str):
+        if not isinstance(given.get(key, ""), str):
             raise TypeError(f"part {name}: {key}: a text")
-    if "title" not in fields or not isinstance(fields.get("sweeps"), list):
+    if "title" not in given or not isinstance(given.get("sweeps"), list):
         raise TypeError(f"part {name}: it needs a title, and sweeps as a list")
-    part = StudyPart(name, **fields)
+    part = StudyPart(name, **given)
     if not all(len(pair) == 2 and all(isinstance(cell, str) for cell in pair) for pair in part.pairs):
         raise TypeError(f"part {name}: pairs are lists of two cells")
-    others = list(part.changes.values())
-    named = [text for words in others if isinstance(words, Mapping) for entry in words.items() for text in entry]
-    texts = all(isinstance(text, str) for text in (*part.changes, *named))
-    if not texts or not all(isinstance(words, Mapping) for words in others):
+    if not all(isinstance(cell, str) and are_texts(words) for cell, words in part.changes.items()):
         raise TypeError(f"part {name}: changes are {{cell: {{what is changed: cell}}}}")
     if part.rate is not None and not (is_number(part.rate) and part.rate > 0):
         raise TypeError(f"part {name}: rate={part.rate}: answers a minute")
@@ -156,6 +152,11 @@ def make_study_part(name: str, fields: Mapping[str, Any]) -> StudyPart:
         if not lines or not all(isinstance(line, str) for line in lines):
             raise TypeError(f"part {name}: a sweep is a line, or {{settings: lines}}")
     return replace(part, pairs=[(one, other) for one, other in part.pairs])
+
+
+def are_texts(entries: object) -> bool:
+    """Return whether something is a mapping of texts to texts."""
+    return isinstance(entries, Mapping) and all(isinstance(text, str) for entry in entries.items() for text in entry)
 
 
 def choose_study_parts(names: Sequence[str], path: Path = STUDY) -> list[StudyPart]:

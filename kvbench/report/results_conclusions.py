@@ -685,10 +685,10 @@ def describe_hidden_settings(visible: Section, paired: Sequence[Section]) -> str
             pairs = pair_settings(section)
             differ = sum(each.sign != 0 for each in pairs)
             unequal = len(pair_settings(section, inf)) - len(pairs)
-            rest = f"; the cells of {count_things(unequal, 'other')} do not hold similar bytes"
+            rest = f"; the cells of {count_things(unequal, 'other')} do not hold similar bytes" if unequal else ""
             return (
                 f" With the question hidden, {differ} of {len(pairs)} planned comparisons at similar bytes show a "
-                f"difference{rest if unequal else ''}."
+                f"difference{rest}."
             )
     return ""
 
@@ -875,10 +875,9 @@ def conclude_changes(sections: Sequence[Section], margin: float) -> Conclusion |
         return f"{begin}{'; '.join(told)}." if told else ""
 
     lower, higher = ([each for each in ordered if each.sign == sign] for sign in (-1, 1))
-    count, signs = len(ordered), [each.sign for each in ordered]
     return Conclusion(
-        f"Of {count_things(count, 'named change')}, {signs.count(-1)} {'is' if signs.count(-1) == 1 else 'are'} "
-        f"shown to lower the score and {signs.count(1)} to raise it (jointly at 95 %).",
+        f"Of {count_things(len(ordered), 'named change')}, {len(lower)} {'is' if len(lower) == 1 else 'are'} shown to "
+        f"lower the score and {len(higher)} to raise it (jointly at 95 %).",
         " ".join(filter(None, (tell("It falls most with ", lower[:FEW]), tell("It rises most with ", higher[-FEW:])))),
         name_place(section, "a cell, and one that changes something in it"),
     )
@@ -948,20 +947,21 @@ def describe_smaller(section: Section, smaller: Sequence[Line], margin: float, c
     text = f"On `{section.task}` the full cache scores {format_score_interval(full)}."
     if counts or undecided == len(smaller):
         text += f" {describe_losses(len(smaller), kept, less, bound, ' with fewer bytes')}"
-        shown = [line for line in smaller if is_kept(line, full, margin)]
         if 0 < kept <= FEW:
-            names = join_words(list(map(name_with_bytes, shown)), "and")
-            text += f" {'That is' if kept == 1 else 'These are'} {names}."
+            names = [name_with_bytes(line) for line in smaller if is_kept(line, full, margin)]
+            text += f" {'That is' if kept == 1 else 'These are'} {join_words(names, 'and')}."
     if undecided == len(smaller):
         width = sum(line["high"] - line["low"] for line in smaller) / len(smaller) / 2
         return f"{text} The 95 % intervals of their differences reach {width:.0f} points to either side, in the mean."
     holds = is_kept(best, full, margin)
     if counts and kept == 1 and holds:
         return f"{text} It also scores most: {format_score_interval(best)}."
-    text += f" {name_with_bytes(best)} scores most: {format_score_interval(best)}"
-    if counts:
-        return f"{text}, but is not shown to lose at most {bound:.1f} points." if kept and not holds else f"{text}."
-    return f"{text}, and is shown to lose at most {bound:.1f} points." if bound > 0 and holds else f"{text}."
+    judged = ""
+    if counts and kept and not holds:
+        judged = f", but is not shown to lose at most {bound:.1f} points"
+    elif not counts and bound > 0 and holds:
+        judged = f", and is shown to lose at most {bound:.1f} points"
+    return f"{text} {name_with_bytes(best)} scores most: {format_score_interval(best)}{judged}."
 
 
 def count_losses(section: Section, smaller: Sequence[Line], margin: float) -> tuple[int, int, int]:

@@ -123,9 +123,8 @@ def format_models(sections: Sequence[Section]) -> list[str]:
     if not text:
         return []
     lengths = [] if vary_lengths(list_places(compared)) else [f"{wrap(ONE_LENGTH)}\n"]
-    agreement = format_agreement(matched)
-    in_all = [f"{wrap(IN_ALL)}\n"] if any("all columns" in row for row in agreement) else []
-    return [wrap(INTRODUCTION.format(spread=say_percent(EQUAL))), "", *lengths, *in_all, *agreement, "", *text]
+    introduction = wrap(INTRODUCTION.format(spread=say_percent(EQUAL)))
+    return [introduction, "", *lengths, *format_agreement(matched), "", *text]
 
 
 def format_lengths(sections: Sequence[Section]) -> list[str]:
@@ -255,7 +254,7 @@ def say_agreement(kinds: Sequence[str]) -> str:
 
 
 def format_agreement(compared: Comparisons) -> list[str]:
-    """Return a table with a row for each two places that have common comparisons, and one for all.
+    """Return a table with a row for each two places that have common comparisons, and one for all if these are several.
 
     Of several lengths that two models could be compared at, the ones with most common comparisons are taken.
     """
@@ -272,7 +271,8 @@ def format_agreement(compared: Comparisons) -> list[str]:
         for (one, other), both in found.items()
         if both and (one.model == other.model or len(both) == most[one.model, other.model, one.task])
     ]
-    if len(rows) > 1:
+    said = [f"{wrap(IN_ALL)}\n"] if len(rows) > 1 else []
+    if said:
         rows.append(("all columns", "", [compare_in_all(compared, pair) for pair in compared]))
     columns = [
         Column("one column", "", lambda row: row[0]),
@@ -280,7 +280,7 @@ def format_agreement(compared: Comparisons) -> list[str]:
         Column("comparisons", "", lambda row: str(len(row[2]))),
         *(Column(kind, "", partial(count_kind, kind)) for kind in (SAME, OPPOSITE, OPEN)),
     ]
-    return format_markdown(columns, rows)
+    return [*said, *format_markdown(columns, rows)]
 
 
 def count_kind(kind: str, row: tuple[str, str, Sequence[str]]) -> str:

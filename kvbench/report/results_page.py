@@ -15,7 +15,6 @@ from kvbench.analysis.joint_signs import MARGIN
 from kvbench.analysis.result_lines import Line, PartNumbers, list_part_files, read_part
 from kvbench.analysis.text_table import format_range
 from kvbench.atomic import replace_file
-from kvbench.config.study_parts import StudyPart
 from kvbench.report import results_choice
 from kvbench.report.results_cells import (
     EVICTING,
@@ -284,11 +283,10 @@ def read_parts(files: Mapping[str, Path]) -> dict[str, PartNumbers]:
         SettingError: A file has no lines.
     """
     known = list_known()
-    plain = StudyPart("", "", ())
-    parts = {}
-    for part, path in files.items():
-        study = known.get(part, plain)
-        parts[part] = read_part(path, study.pairs, study.changes)
+    parts = {
+        part: read_part(path, known[part].pairs, known[part].changes) if part in known else read_part(path)
+        for part, path in files.items()
+    }
     for part, numbers in parts.items():
         if not numbers.lines:
             raise SettingError(f"{files[part]}: has no lines")

@@ -260,8 +260,7 @@ def describe_holders(section: Section) -> list[str]:
     names = dict.fromkeys(line["label"] for line in held)
     if not names:
         return []
-    hold = "holds" if len(names) == 1 else "hold"
-    sentence = f"{join_words(list(names), 'and')} {hold} all bytes of the full cache."
+    sentence = f"{join_words(list(names), 'and')} {'holds' if len(names) == 1 else 'hold'} all bytes of the full cache."
     whole = {line["label"]: line["bytes_in_all"] for line in held if line["bytes_in_all"] is not None}
     known = [f"{format_percent(share)} ({label})" for label, share in whole.items()]
     if known:

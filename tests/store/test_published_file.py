@@ -197,6 +197,10 @@ def flip(path: Path) -> None:
         (lambda path: parquet.write_table(parquet.read_table(path).drop_columns("kl"), path), "holds no published"),
         (change_rows, "has settings that give the hash"),
     ],
+    ids=[
+        *("missing", "cut", "empty", "flipped", "rows", "subtask", "run", "uid", "score", "nan", "negative", "zero"),
+        *("other", "column", "settings"),
+    ],
 )
 def test_what_is_no_such_file_is_one_line(damage, said, tmp_path):
     path = tmp_path / "x.parquet"
