@@ -17,11 +17,10 @@ CHECKSUMS = """\
 A `.parquet` file has a row for each sample ([how to read it](analysis.md)), and a `.zip` file has a random sample of
 the answers, of which `python -m kvbench check bundle FILE --replay 4` executes some again and prints how many agree.
 The study read several samples together, and a replay reads each alone. A GPU rounds the two differently in bfloat16,
-so answers can differ on the same kind of GPU, too: of seven answers of parts ledgers and screening that an H200
-executed again, all had the same score and the same rows held, and four the same text. Without the GPU that made the
-answers, add `device=cpu`. A CPU rounds differently again, so methods keep other rows, and many answers differ.
-`--agree` lowers the share that must agree. `sha256sum -c SHA256SUMS` in a folder checks these files. Answers of SmolLM2
-need `make model` first, and answers of a method or codec with a file need that file."""
+so the text of an answer can differ on the same kind of GPU, too. Without the GPU that made the answers, add
+`device=cpu`. A CPU rounds differently again, so methods keep other rows, and many answers differ. `--agree` lowers the
+share that must agree. `sha256sum -c SHA256SUMS` in a folder checks these files. Answers of SmolLM2 need `make model`
+first, and answers of a method or codec with a file need that file."""
 SENTENCE = re.compile(r"(?<=\.) (?=[A-Z])")
 
 
